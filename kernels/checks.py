@@ -10,10 +10,14 @@ from torch import Tensor
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_tensor(operation: str, name: str, value: object, shape: Sequence[int | str], dims: dict[str, int]) -> Tensor:
+def check_tensor(
+    operation: str, name: str, value: object, shape: Sequence[int | str], dims: dict[str, int]
+) -> Tensor:
     """Check that `value` is a tensor of `shape`, whose letters are looked up in, or added to, `dims`."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{operation}: {name} is {type(value).__name__}; pass a tensor of shape {_spell(shape)}")
+        raise TypeError(
+            f"{operation}: {name} is {type(value).__name__}; pass a tensor of shape {_spell(shape)}"
+        )
     if value.dim() != len(shape):
         raise ValueError(
             f"{operation}: {name} has shape {tuple(value.shape)}; it must be {_spell(shape)} ({len(shape)} dimensions)"
@@ -75,7 +79,9 @@ def check_cu_seqlens(operation: str, cu_seqlens: Tensor, batch: int, time: int) 
     """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         shape = tuple(cu_seqlens.shape) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise ValueError(f"{operation}: cu_seqlens is {shape}; it must be a 1-D integer tensor [0, n1, n1+n2, ...]")
+        raise ValueError(
+            f"{operation}: cu_seqlens is {shape}; it must be a 1-D integer tensor [0, n1, n1+n2, ...]"
+        )
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{operation}: cu_seqlens has dtype {cu_seqlens.dtype}; convert it to int32 or int64")
     if batch != 1:
@@ -84,7 +90,11 @@ def check_cu_seqlens(operation: str, cu_seqlens: Tensor, batch: int, time: int) 
         )
     if cu_seqlens.device.type == "cpu":
         bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != time or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+        if (
+            bounds[0] != 0
+            or bounds[-1] != time
+            or any(b < a for a, b in zip(bounds, bounds[1:], strict=False))
+        ):
             raise ValueError(
                 f"{operation}: cu_seqlens must start at 0, never decrease and end at T={time}; it is {_shorten(bounds)}"
             )

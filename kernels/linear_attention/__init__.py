@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from linearize.kernels.checks import (
     check_cu_seqlens,
     check_float,
@@ -15,6 +13,7 @@ from linearize.kernels.dispatch import resolve_backend
 from linearize.kernels.linear_attention.chunked import linear_attention_chunked
 from linearize.kernels.linear_attention.decode import linear_attention_step
 from linearize.kernels.linear_attention.reference import linear_attention_reference
+from torch import Tensor
 
 __all__ = ["linear_attention", "linear_attention_step"]
 

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd.function import FunctionCtx
-
 from linearize.kernels.linear_attention.reference import compute_dtype
 from linearize.kernels.packing import gather_group, group_by_length
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 MAX_CHUNK = 64
 # Decays below this are taken as 0: it keeps products of decays out of the denormal range, where CPUs are slow.
@@ -48,7 +47,9 @@ def linear_attention_chunked(
     if cu_seqlens is not None:
         return _packed(q_BTHK, k_BTHK, v_BTHV, log_decay, bonus_HK, scale, initial_state, cu_seqlens, dtype)
     if T == 0 or B == 0 or H == 0:
-        state = q_BTHK.new_zeros(B, H, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
+        state = (
+            q_BTHK.new_zeros(B, H, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
+        )
         return torch.zeros_like(v_BTHV), state
     if T == 1:
         return _single_token(q_BTHK, k_BTHK, v_BTHV, log_decay, bonus_HK, scale, initial_state, dtype)
@@ -70,7 +71,9 @@ def linear_attention_chunked(
         q_start_MCK, k_end_MCK, total = q_MCK, k_MCK, None
     elif log_decay.dim() == 4:
         g_MCK = _to_chunks(log_decay, C, dtype)
-        A_MCC, q_start_MCK, k_end_MCK, total = _VectorScores.apply(q_MCK, k_MCK, g_MCK, diagonal_MC, exclusive)
+        A_MCC, q_start_MCK, k_end_MCK, total = _VectorScores.apply(
+            q_MCK, k_MCK, g_MCK, diagonal_MC, exclusive
+        )
     else:
         g_MC = _scalar_to_chunks(log_decay, B, T, C, dtype)
         L_MCC, from_start_MC, to_end_MC, total = _scalar_decays(g_MC, exclusive)
@@ -81,7 +84,9 @@ def linear_attention_chunked(
     update_MKV = k_end_MCK.mT @ v_MCV
     S0 = None if initial_state is None else initial_state.to(dtype).reshape(B * H, K, V)
     update = update_MKV.view(B * H, -1, K, V)
-    states, final = _StateScan.apply(update, None if total is None else total.view(B * H, update.shape[1], -1), S0)
+    states, final = _StateScan.apply(
+        update, None if total is None else total.view(B * H, update.shape[1], -1), S0
+    )
     o_MCV = torch.baddbmm(A_MCC @ v_MCV, q_start_MCK, states.view(-1, K, V))
     o_BHTV = o_MCV.view(B, H, -1, V)[:, :, :T]
     return o_BHTV.transpose(1, 2).to(v_BTHV.dtype), final.view(B, H, K, V)
@@ -188,7 +193,9 @@ class _VectorScores(torch.autograd.Function):
         return dq, dk, dg, dA_MCC.diagonal(dim1=1, dim2=2), None
 
 
-def _leaves(q_MCK: Tensor, k_MCK: Tensor, g_MCK: Tensor, exclusive: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _leaves(
+    q_MCK: Tensor, k_MCK: Tensor, g_MCK: Tensor, exclusive: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Blocks of one position: the query carries its own step's decay (unless exclusive), the key none."""
     decay = g_MCK.exp()
     q = q_MCK.clone() if exclusive else q_MCK * decay

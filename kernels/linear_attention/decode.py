@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from linearize.kernels.checks import check_float, check_same_device, check_tensor
 from linearize.kernels.dispatch import resolve_backend
+from torch import Tensor
 
 _NAME = "linear_attention_step"
 
@@ -76,7 +75,10 @@ def _step(
     q, k, v = q_BHK.to(dtype), k_BHK.to(dtype), v_BHV.to(dtype)
     # o reads the updated state, or with a bonus the state before plus (q·(u ⊙ k)) v.
     if bonus_HK is not None:
-        o = torch.matmul(q[:, :, None], state_BHKV)[:, :, 0] + (q * bonus_HK.to(dtype) * k).sum(-1, keepdim=True) * v
+        o = (
+            torch.matmul(q[:, :, None], state_BHKV)[:, :, 0]
+            + (q * bonus_HK.to(dtype) * k).sum(-1, keepdim=True) * v
+        )
     if log_decay is not None:
         decay = log_decay.to(dtype).exp()
         decay = decay[None, :, None] if decay.dim() == 1 else decay
