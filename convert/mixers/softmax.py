@@ -1,0 +1,56 @@
+"""`softmax`: the teacher's attention recomputed from its `AttentionSpec`, the identity among mixers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from linearize.convert.mixers.base import Mixer, Rope, register
+
+
+@register
+class SoftmaxAttention(Mixer):
+    """Equals the teacher. It proves the projections, the head expansion and the positions of a family."""
+
+    name = "softmax"
+    recurrent = False
+    is_causal = True
+    num_key_value_groups = 1  # for transformers' attention functions: heads come expanded
+
+    def attend(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Rope | None = None,
+        past_key_values: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        q, k, v = self.project(hidden_states)
+        q, k = self.rotate(q, k, position_embeddings)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        k, v = (self.expand(x.transpose(1, 2)).transpose(1, 2) for x in (k, v))
+        eager = sys.modules[type(self.attention).__module__].eager_attention_forward
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.attention.config._attn_implementation, eager)
+        heads, _ = attention(
+            self,
+            q,
+            k,
+            v,
+            attention_mask,
+            dropout=0.0,
+            scaling=self.spec.scaling,
+            sliding_window=self.spec.sliding_window,
+            softcap=self.spec.softcap,
+            **kwargs,
+        )
+        return self.output(heads), None
+
+    def state_bytes(self, context: int, dtype: torch.dtype) -> int:
+        spec = self.spec
+        kept = context if spec.sliding_window is None else min(context, spec.sliding_window)
+        return 2 * kept * spec.num_kv_heads * spec.head_dim * dtype.itemsize
