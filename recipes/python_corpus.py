@@ -6,6 +6,7 @@ of modules is held out, together with their tests, and is used only for measurin
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 import sysconfig
@@ -17,8 +18,12 @@ HELD_OUT_MODULES = (
 )  # fmt: skip
 """Modules that exist as single files in every supported Python version and are never trained on."""
 
-_SKIPPED_FOLDERS = {"site-packages", "__pycache__", "encodings", "lib2to3", "ensurepip", "config"}
-_MAX_FILE_BYTES = 400_000
+SKIPPED_FOLDERS = {"site-packages", "__pycache__", "encodings", "lib2to3", "ensurepip", "config"}
+"""Folders whose files are never read: other people's packages, generated tables and bundled wheels."""
+
+MAX_FILE_BYTES = 400_000
+"""Files this large or larger are generated."""
+
 _GENERATED = re.compile(r"(\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|0x[0-9a-fA-F]{2,}|\\[0-7]{3})")
 
 
@@ -34,6 +39,14 @@ def _is_held_out(path: Path) -> bool:
 def _is_prose(text: str) -> bool:
     """Tables of escapes and numbers teach nothing about Python."""
     return len(_GENERATED.findall(text)) * 100 < len(text)
+
+
+def _topics(source: str) -> list[str]:
+    """The language reference that `help()` prints, read from its module's source without running it."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and any(getattr(t, "id", None) == "topics" for t in node.targets):
+            return [str(text) for text in ast.literal_eval(node.value).values()]
+    return []
 
 
 def documents(split: str, root: Path | None = None, seed: int = 0) -> list[str]:
@@ -56,10 +69,10 @@ def documents(split: str, root: Path | None = None, seed: int = 0) -> list[str]:
         paths = [
             p
             for p in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix())
-            if not _SKIPPED_FOLDERS & set(p.relative_to(root).parts)
+            if not SKIPPED_FOLDERS & set(p.relative_to(root).parts)
             and not p.relative_to(root).parts[0].startswith("config-")
             and not _is_held_out(p)
-            and 200 < p.stat().st_size < _MAX_FILE_BYTES
+            and 200 < p.stat().st_size < MAX_FILE_BYTES
         ]
     if not paths:
         raise FileNotFoundError(f"no Python sources under {root}: give a text of your own with --data FILE")
@@ -68,8 +81,6 @@ def documents(split: str, root: Path | None = None, seed: int = 0) -> list[str]:
         topics = root / "pydoc_data" / "topics.py"
         texts = [t for t in texts if _is_prose(t)]
         if topics.is_file():
-            namespace: dict[str, dict[str, str]] = {}
-            exec(compile(topics.read_text(encoding="utf-8"), str(topics), "exec"), namespace)
-            texts += list(namespace["topics"].values())
+            texts += _topics(topics.read_text(encoding="utf-8"))
         random.Random(seed).shuffle(texts)
     return texts
