@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,7 +21,8 @@ def check_tensor(
         )
     if value.dim() != len(shape):
         raise ValueError(
-            f"{operation}: {name} has shape {tuple(value.shape)}; it must be {_spell(shape)} ({len(shape)} dimensions)"
+            f"{operation}: {name} has shape {tuple(value.shape)}; it must be {_spell(shape)} ({len(shape)} "
+            "dimensions)"
         )
     for axis, want in enumerate(shape):
         have = value.shape[axis]
@@ -33,7 +35,8 @@ def check_tensor(
             dims[want] = have
         elif have != want:
             raise ValueError(
-                f"{operation}: {name} has shape {tuple(value.shape)}; dimension {axis} must be {want}, not {have}"
+                f"{operation}: {name} has shape {tuple(value.shape)}; dimension {axis} must be {want}, not "
+                f"{have}"
             )
     return value
 
@@ -43,7 +46,8 @@ def check_float(operation: str, tensors: Mapping[str, Tensor | None]) -> None:
     for name, value in tensors.items():
         if value is not None and value.dtype not in _FLOAT_DTYPES:
             raise TypeError(
-                f"{operation}: {name} has dtype {value.dtype}; convert it to float16, bfloat16, float32 or float64"
+                f"{operation}: {name} has dtype {value.dtype}; convert it to float16, bfloat16, float32 or "
+                "float64"
             )
 
 
@@ -57,7 +61,8 @@ def check_same_device(operation: str, tensors: Mapping[str, Tensor | None]) -> N
             first = (name, value.device)
         elif value.device != first[1]:
             raise ValueError(
-                f"{operation}: {name} is on {value.device} but {first[0]} is on {first[1]}; move them to one device"
+                f"{operation}: {name} is on {value.device} but {first[0]} is on {first[1]}; move them to one "
+                "device"
             )
 
 
@@ -67,7 +72,8 @@ def check_log_decay_sign(operation: str, log_decay: Tensor) -> None:
         largest = float(log_decay.detach().max())
         if largest > 0:
             raise ValueError(
-                f"{operation}: log_decay has a positive value ({largest:.4g}); it is the natural logarithm of a decay in "
+                f"{operation}: log_decay has a positive value ({largest:.4g}); it is the natural logarithm "
+                "of a decay in "
                 "(0, 1], so pass values <= 0 (for example logsigmoid of a gate)"
             )
 
@@ -86,17 +92,15 @@ def check_cu_seqlens(operation: str, cu_seqlens: Tensor, batch: int, time: int) 
         raise TypeError(f"{operation}: cu_seqlens has dtype {cu_seqlens.dtype}; convert it to int32 or int64")
     if batch != 1:
         raise ValueError(
-            f"{operation}: with cu_seqlens the sequences are packed along time, so the batch must be 1, not {batch}"
+            f"{operation}: with cu_seqlens the sequences are packed along time, so the batch must be 1, not "
+            f"{batch}"
         )
     if cu_seqlens.device.type == "cpu":
         bounds = cu_seqlens.tolist()
-        if (
-            bounds[0] != 0
-            or bounds[-1] != time
-            or any(b < a for a, b in zip(bounds, bounds[1:], strict=False))
-        ):
+        if bounds[0] != 0 or bounds[-1] != time or any(b < a for a, b in itertools.pairwise(bounds)):
             raise ValueError(
-                f"{operation}: cu_seqlens must start at 0, never decrease and end at T={time}; it is {_shorten(bounds)}"
+                f"{operation}: cu_seqlens must start at 0, never decrease and end at T={time}; it is "
+                f"{_shorten(bounds)}"
             )
     return cu_seqlens.numel() - 1
 

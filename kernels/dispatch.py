@@ -41,7 +41,7 @@ def why_no_triton(device: torch.device, has_triton: bool = True) -> str | None:
         return None
     if device.type == "cpu" and triton_interpreted():
         return None
-    return f"the tensors are on {device}; move them to a CUDA device, or set TRITON_INTERPRET=1 to test on the CPU"
+    return f"the tensors are on {device}; use a CUDA device, or set TRITON_INTERPRET=1 to test on the CPU"
 
 
 def resolve_backend(

@@ -31,7 +31,7 @@ class SequenceGroup:
 def group_by_length(cu_seqlens: Tensor) -> list[SequenceGroup]:
     """Group the non-empty sequences so that padding a group never more than doubles its length.
 
-    Grouping by powers of two keeps both the number of batches (a logarithm of the longest) and the waste small.
+    Grouping by powers of two keeps both the number of batches (a logarithm of the longest) and waste small.
     """
     device = cu_seqlens.device
     bounds = cu_seqlens.tolist()

@@ -33,32 +33,33 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal linear attention, `S_t = diag(a_t) S_{t-1} + k_t v_tᵀ`, `o_t = scale · S_tᵀ q_t`, `a_t = exp(log_decay_t)`.
+    """Causal linear attention: `S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_tᵀ`, `o_t = scale · S_tᵀ q_t`.
 
     Differentiable (once) in every tensor. Computed in float32, or float64 if an input has it.
 
     Args:
         q, k: [B, T, H, K], any float dtype, any strides; T may be 0.
         v: [B, T, H, V], any float dtype.
-        log_decay: natural logarithm of the decay, <= 0, kept in float32: None (no decay), [H] (one number per head),
-            [B, T, H] (one per token and head) or [B, T, H, K] (one per key channel). Default: None.
-        bonus: [H, K] or None: RWKV-6's u. The output then reads the state before the step plus the weighted step,
-            `o_t = scale · (S_{t-1} + diag(u) k_t v_tᵀ)ᵀ q_t`. Default: None.
+        log_decay: natural logarithm of the decay, <= 0, kept in float32: None (no decay), [H] (one number
+            per head), [B, T, H] (per token and head) or [B, T, H, K] (per key channel). Default: None.
+        bonus: [H, K] or None: RWKV-6's u. The output then reads the state before the step plus the weighted
+            step, `o_t = scale · (S_{t-1} + diag(u) k_t v_tᵀ)ᵀ q_t`. Default: None.
         scale: multiplies the output. Default: `K ** -0.5`.
-        initial_state: [B, H, K, V] state before the first token; with `cu_seqlens` [N, H, K, V]. Default: zeros.
+        initial_state: [B, H, K, V] state before the first token ([N, H, K, V] with `cu_seqlens`).
+            Default: zeros.
         output_final_state: whether to return the state after the last token. Default: False.
-        cu_seqlens: [N + 1] int32 or int64, cumulative lengths [0, n1, n1+n2, ..., T] of N sequences packed along
-            time; then B must be 1, and a sequence may be empty. Default: None.
-        backend: "auto" (Triton on CUDA, chunked torch elsewhere), "triton", "chunked" or "reference" (a plain loop).
+        cu_seqlens: [N + 1] int32 or int64, cumulative lengths [0, n1, n1+n2, ..., T] of N sequences packed
+            along time; then B must be 1, and a sequence may be empty. Default: None.
+        backend: "auto" (Triton on CUDA, else chunked torch), "triton", "chunked" or "reference" (a loop).
 
     Returns:
         o: [B, T, H, V] in v's dtype.
-        state: [B, H, K, V] (with `cu_seqlens` [N, H, K, V]) in float32, or float64 if an input is float64; None unless
-            `output_final_state`.
+        state: [B, H, K, V] (with `cu_seqlens` [N, H, K, V]) in float32, or float64 if an input is float64;
+            None unless `output_final_state`.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong type, dtype, shape, device or (on the CPU) sign; the message
-            names the argument and the fix.
+        TypeError, ValueError: an argument has a wrong type, dtype, shape, device or (on the CPU) sign; the
+            message names the argument and the fix.
         RuntimeError: the backend asked for can't run here; the message says why.
 
     Source: Katharopoulos et al. 2020 (arXiv:2006.16236); decays: RetNet (arXiv:2307.08621), Mamba-2

@@ -5,13 +5,14 @@ Inside a chunk the scores are a masked matrix; across chunks a short loop carrie
     o_i    = (q_i ⊙ e^{G_i}) S_prev  +  Σ_{j≤i} A_ij v_j        A_ij = Σ_d q_id k_jd e^{G_id − G_jd}
     S_next = e^{G_C} ⊙ S_prev        +  Σ_j (k_j ⊙ e^{G_C − G_j}) v_jᵀ
 
-with G the cumulative log decay in the chunk. e^{−G_j} alone would overflow, and differences of long cumulative sums
-lose digits, so neither is ever formed. With one decay per token (`_scalar_scores`) the sums between j and i are taken
-directly. With one per channel (`_VectorScores`) a chunk is halved recursively: between the two halves of a block every
-pair passes the middle, so its decay is the product of two factors ≤ 1, one on the query's side and one on the key's.
+with G the cumulative log decay in the chunk. e^{−G_j} alone would overflow, and differences of long
+cumulative sums lose digits, so neither is ever formed. With one decay per token (`_scalar_decays`) the sums
+between j and i are taken directly. With one per channel (`_VectorScores`) a chunk is halved recursively:
+between the two halves of a block every pair passes the middle, so its decay is the product of two
+factors ≤ 1, one on the query's side and one on the key's.
 
-Shape suffixes: B batch, T time, H heads, K key width, V value width, M = B·H·N all chunks, N chunks in a sequence,
-C chunk length.
+Shape suffixes: B batch, T time, H heads, K key width, V value width, M = B·H·N all chunks, N chunks in a
+sequence, C chunk length.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 MAX_CHUNK = 64
-# Decays below this are taken as 0: it keeps products of decays out of the denormal range, where CPUs are slow.
+# Decays below this are taken as 0, which keeps their products out of the slow denormal range.
 _SMALLEST_DECAY = 1e-30
 
 
@@ -39,7 +40,7 @@ def linear_attention_chunked(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same arguments and results as `linear_attention_reference`; any length, computed in chunks of up to 64."""
+    """Same arguments and results as `linear_attention_reference`, computed in chunks of up to 64."""
     B, T, H, K = q_BTHK.shape
     V = v_BTHV.shape[-1]
     dtype = compute_dtype(q_BTHK, k_BTHK, v_BTHV, log_decay, initial_state)
@@ -50,7 +51,7 @@ def linear_attention_chunked(
         state = (
             q_BTHK.new_zeros(B, H, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
         )
-        return torch.zeros_like(v_BTHV), state
+        return v_BTHV.clone(), state  # empty, but a part of v's graph
     if T == 1:
         return _single_token(q_BTHK, k_BTHK, v_BTHV, log_decay, bonus_HK, scale, initial_state, dtype)
 
@@ -93,7 +94,7 @@ def linear_attention_chunked(
 
 
 def _to_chunks(x_BTHD: Tensor, C: int, dtype: torch.dtype) -> Tensor:
-    """[B,T,H,D] to contiguous [B·H·N, C, D], zeros after the end (which leave state and outputs as they are)."""
+    """[B,T,H,D] to contiguous [B·H·N, C, D]; zeros after the end leave state and outputs as they are."""
     T, D = x_BTHD.shape[1], x_BTHD.shape[3]
     x_BHTD = x_BTHD.to(dtype).transpose(1, 2)
     if T % C:
@@ -110,7 +111,7 @@ def _scalar_to_chunks(log_decay: Tensor, B: int, T: int, C: int, dtype: torch.dt
 
 
 def _scalar_decays(g_MC: Tensor, exclusive: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Decays between all pairs j < i of a chunk, from its start to i, from j to its end, and over all of it."""
+    """Decays of a chunk: between all pairs j < i, from its start to i, from j to its end, over all of it."""
     C = g_MC.shape[-1]
     # sums_ij = Σ_{j<m≤i} g_m: a masked cumulative sum, so that no difference of long sums is taken.
     below = torch.ones(C, C, dtype=torch.bool, device=g_MC.device).tril(-1)
@@ -129,14 +130,15 @@ def _scalar_decays(g_MC: Tensor, exclusive: bool) -> tuple[Tensor, Tensor, Tenso
 class _VectorScores(torch.autograd.Function):
     """Scores of a chunk under a decay per channel, by recursive halving.
 
-    In blocks of 2h positions, queries of the right half meet keys of the left half. Level by level, `q` gains the
-    decay from the start of its block and `k` the decay to the end of its block, so each level is one batched product:
+    In blocks of 2h positions, queries of the right half meet keys of the left half. Level by level, `q`
+    gains the decay from the start of its block and `k` the decay to the end of its block, so each level is
+    one batched product:
 
         level h   A[right, left] = q[right] k[left]ᵀ
                   q[right] *= decay over the left half;   k[left] *= decay over the right half
 
-    and after the last level they carry the decay from the start and to the end of the chunk. Log decays are summed
-    within blocks and exponentiated per block: two exponentials per element in all, each of a number ≤ 0.
+    and after the last level they carry the decay from the start and to the end of the chunk. Log decays are
+    summed within blocks and exponentiated per block: two exponentials per element in all, each of a number ≤ 0.
     """
 
     @staticmethod
@@ -286,7 +288,7 @@ def _single_token(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """T = 1, as in decoding through the differentiable interface."""
-    B, _, H, K = q_BTHK.shape
+    B, _, H, _K = q_BTHK.shape
     V = v_BTHV.shape[-1]
     q_BHK, k_BHK, v_BHV = (x[:, 0].to(dtype) for x in (q_BTHK, k_BTHK, v_BTHV))
     state = k_BHK[..., None] * v_BHV[..., None, :]
@@ -314,9 +316,9 @@ def _packed(
     cu_seqlens: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Sequences laid end to end: similar lengths go together as one padded batch (padding changes no state)."""
+    """Sequences laid end to end: similar lengths go together as one padded batch."""
     N, (_, T, H, K), V = cu_seqlens.numel() - 1, q_BTHK.shape, v_BTHV.shape[-1]
-    o_THV = v_BTHV.new_zeros(T, H, V)
+    o_THV = v_BTHV[0] if T == 0 else v_BTHV.new_zeros(T, H, V)
     final = q_BTHK.new_zeros(N, H, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     for group in group_by_length(cu_seqlens):
         g = log_decay if log_decay is None or log_decay.dim() == 1 else gather_group(log_decay, group)

@@ -27,7 +27,7 @@ def linear_attention_step(
     Args:
         q, k: [B, H, K], any float dtype.
         v: [B, H, V], any float dtype.
-        state: [B, H, K, V] float32 (or float64), contiguous or not; overwritten with the state after this token.
+        state: [B, H, K, V] float32 (or float64), any strides; overwritten with the state after this token.
         log_decay: None, [H], [B, H] or [B, H, K], natural log, <= 0. Default: no decay.
         bonus: [H, K] or None: RWKV-6's u; the output then reads `S_{t-1} + diag(u) k vᵀ`.
         scale: multiplies the output. Default: `K ** -0.5`.

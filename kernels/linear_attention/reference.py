@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def linear_attention_reference(
 ) -> tuple[Tensor, Tensor]:
     """`S_t = diag(a_t) S_{t-1} + k_t v_tᵀ`, `o_t = scale · S_tᵀ q_t`; arguments as `linear_attention`.
 
-    With a bonus `u`, `o_t = scale · (S_{t-1} + diag(u) k_t v_tᵀ)ᵀ q_t`. Returns the output and the final state.
+    With a bonus `u`, `o_t = scale · (S_{t-1} + diag(u) k_t v_tᵀ)ᵀ q_t`. Returns output and final state.
     """
     B, T, H, K = q_BTHK.shape
     V = v_BTHV.shape[-1]
@@ -36,7 +38,7 @@ def linear_attention_reference(
     if cu_seqlens is not None:
         outputs, states = [], []
         bounds = cu_seqlens.tolist()
-        for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for n, (start, end) in enumerate(itertools.pairwise(bounds)):
             here = slice(start, end)
             per_token = log_decay is not None and log_decay.dim() > 1
             o, state = linear_attention_reference(

@@ -30,36 +30,37 @@ def window_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal softmax attention of each query over the last `window` keys, its own included.
 
-    The queries are the last T of the S positions that keys and values cover, so a cache of earlier keys is used by
-    putting it before the new ones. A query that sees no key gives 0. Statistics are kept in float32 (float64 for
-    float64 inputs). Differentiable (once) in q, k and v, through the output and the log-sum-exp.
+    The queries are the last T of the S positions that keys and values cover, so a cache of earlier keys is
+    used by putting it before the new ones. A query that sees no key gives 0. Statistics are kept in float32
+    (float64 for float64 inputs). Differentiable (once) in q, k and v, through the output and the log-sum-exp.
 
     Args:
         q: [B, T, H, K], any float dtype, any strides.
         k: [B, S, Hk, K] with S >= T; query head h reads key head h // (H / Hk). Hk = 1 is one shared key.
         v: [B, S, Hv, V], likewise with its own number of heads Hv.
         window: how many of the last keys a query sees, >= 1. At least S makes it plain causal attention.
-        sinks: how many keys at the start of the sequence (the first real ones under `key_mask`) are always visible.
-            Default: 0.
+        sinks: how many keys at the start of the sequence (the first real ones under `key_mask`) are always
+            visible. Default: 0.
         scale: multiplies the logits. Default: `K ** -0.5`.
         softcap: replaces each scaled logit x by `softcap * tanh(x / softcap)`. Default: None.
         key_mask: [B, S] bool, True for a real key, False for padding. Default: all real.
-        cu_seqlens: [N + 1] int32 or int64, cumulative lengths [0, n1, n1+n2, ..., T] of N sequences packed along
-            time; then B must be 1, S = T and there is no `key_mask`. Default: None.
+        cu_seqlens: [N + 1] int32 or int64, cumulative lengths [0, n1, n1+n2, ..., T] of N sequences packed
+            along time; then B must be 1, S = T and there is no `key_mask`. Default: None.
         return_lse: whether to return the log-sum-exp as well. Default: False.
         backend: "auto" and "chunked" (blocks of queries), or "reference" (one dense masked softmax).
 
     Returns:
         o: [B, T, H, V] in v's dtype.
-        lse, only with `return_lse`: [B, T, H] float32 (float64), log-sum-exp of the scaled and capped logits of the
-            visible keys, -inf where there is none.
+        lse, only with `return_lse`: [B, T, H] float32 (float64), log-sum-exp of the scaled and capped logits
+            of the visible keys, -inf where there is none.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong type, dtype, shape or device; the message names it and the fix.
+        TypeError, ValueError: an argument has a wrong type, dtype, shape or device; the message names it and
+            the fix.
         RuntimeError: the backend asked for can't run here; the message says why.
 
-    Source: sliding windows: Longformer (arXiv:2004.05150); sinks: StreamingLLM (arXiv:2309.17453); softcap: Gemma 2
-    (arXiv:2408.00118); one shared key: SW-SKA of Rodimus (arXiv:2410.06577).
+    Source: sliding windows: Longformer (arXiv:2004.05150); sinks: StreamingLLM (arXiv:2309.17453); softcap:
+    Gemma 2 (arXiv:2408.00118); one shared key: SW-SKA of Rodimus (arXiv:2410.06577).
     """
     dims: dict[str, int] = {}
     check_tensor(_NAME, "q", q, ("B", "T", "H", "K"), dims)
@@ -68,11 +69,13 @@ def window_attention(
     for name in ("Hk", "Hv"):
         if dims[name] < 1 or dims["H"] % dims[name]:
             raise ValueError(
-                f"{_NAME}: {name[1]} has {dims[name]} heads and q {dims['H']}; q's must be a multiple of {name[1]}'s"
+                f"{_NAME}: {name[1]} has {dims[name]} heads and q {dims['H']}; q's must be a multiple of "
+                f"{name[1]}'s"
             )
     if dims["S"] < dims["T"]:
         raise ValueError(
-            f"{_NAME}: k has S={dims['S']} positions, fewer than q's T={dims['T']}; the queries are the last T keys"
+            f"{_NAME}: k has S={dims['S']} positions, fewer than q's T={dims['T']}; the queries are the last "
+            "T keys"
         )
     for name, value, least in (("window", window, 1), ("sinks", sinks, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -1,10 +1,11 @@
 """Window attention in blocks of queries, in plain torch: the CPU path, differentiable.
 
-Each block of queries meets only the slice of keys its window can reach (and the sinks), so memory and work grow with
-T·(window + block) and never with T·T. The backward pass recomputes the probabilities from the saved log-sum-exp.
+Each block of queries meets only the slice of keys its window can reach (and the sinks), so memory and work
+grow with T·(window + block) and never with T·T. The backward pass recomputes the probabilities from the
+saved log-sum-exp.
 
-Shape suffixes: B batch, T queries, S keys, H query heads, G query heads per key (or value) head, K key width, V value
-width, Q queries in a block, L keys in reach of a block, N sinks.
+Shape suffixes: B batch, T queries, S keys, H query heads, G query heads per key (or value) head, K key
+width, V value width, Q queries in a block, L keys in reach of a block, N sinks.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def window_attention_chunked(
 def _packed(
     q_BTHK: Tensor, k_BSHK: Tensor, v_BSHV: Tensor, options: _Options, cu_seqlens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sequences laid end to end: similar lengths go together as one batch, padded on the right (never seen)."""
+    """Sequences laid end to end: similar lengths go together as one batch, padded on the right."""
     T, H, V = q_BTHK.shape[1], q_BTHK.shape[2], v_BSHV.shape[3]
-    o_THV = v_BSHV.new_zeros(T, H, V)
+    o_THV = v_BSHV[0] if T == 0 else v_BSHV.new_zeros(T, H, V)
     lse_TH = torch.zeros(T, H, dtype=torch.promote_types(q_BTHK.dtype, torch.float32), device=q_BTHK.device)
     for group in group_by_length(cu_seqlens):
         o, lse = window_attention_chunked(
@@ -98,7 +99,7 @@ class _Blocks(torch.autograd.Function):
         q, k, v, key_mask, o, lse = ctx.saved_tensors
         options: _Options = ctx.options
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        # d logit_ij = p_ij (do_i·v_j − delta_i): the softmax's own term and the log-sum-exp's in one number per row.
+        # d logit_ij = p_ij (do_i·v_j − delta_i): one number per row has the softmax's and log-sum-exp's terms.
         delta = (do * o).sum(-1) - dlse
         empty = lse == float("-inf")
         delta = delta.masked_fill(empty, 0)

@@ -19,7 +19,7 @@ def window_attention_reference(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [B,T,H,V] and log-sum-exp [B,T,H]; arguments as `window_attention`."""
-    B, T, H, K = q_BTHK.shape
+    _B, T, H, K = q_BTHK.shape
     S = k_BSHK.shape[1]
     dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
     scale = K**-0.5 if scale is None else scale

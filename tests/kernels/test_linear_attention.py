@@ -1,0 +1,275 @@
+"""Linear attention on the CPU: the chunked form and the decode step against the float64 loop."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from linearize.kernels.linear_attention import linear_attention, linear_attention_step
+from torch import Tensor
+
+TIMES = [0, 1, 2, 15, 16, 17, 63, 64, 65, 130]
+WIDTHS = [16, 60, 64]
+DECAYS = ["none", "constant", "scalar", "vector"]
+TOLERANCE = 1e-5
+
+many = settings(max_examples=25, deadline=None, derandomize=True)
+few = settings(max_examples=10, deadline=None, derandomize=True)
+
+
+def draw_inputs(
+    seed: int,
+    B: int,
+    T: int,
+    H: int,
+    K: int,
+    V: int,
+    decay: str,
+    bonus: bool = False,
+    states: int | None = None,
+    weakest: float = 1e-4,
+    strongest: float = 50.0,
+) -> dict[str, Tensor]:
+    """Float64 inputs that float32 holds exactly; decays log-uniform between the two strengths, head by "
+    "head too."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).double()
+
+    inputs = {"q": normal(B, T, H, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V)}
+    shapes = {"constant": (H,), "scalar": (B, T, H), "vector": (B, T, H, K)}
+    if decay in shapes:
+        low, high = math.log(weakest), math.log(strongest)
+        exponent = torch.rand(shapes[decay], generator=generator) * (high - low) + low
+        inputs["log_decay"] = -exponent.exp().clamp(weakest, strongest).double()
+    if bonus:
+        inputs["bonus"] = normal(H, K)
+    if states is not None:
+        inputs["initial_state"] = normal(states, H, K, V)
+    return inputs
+
+
+def relative_rms(ours: Tensor, reference: Tensor) -> float:
+    assert ours.shape == reference.shape
+    assert torch.isfinite(ours).all()
+    if reference.numel() == 0:
+        return 0.0
+    error = (ours.detach().double() - reference.detach().double()).norm()
+    size = reference.detach().double().norm()
+    return float(error / size) if size > 0 else float(error)
+
+
+def run(
+    inputs: dict[str, Tensor], dtype: torch.dtype, backend: str, seed: int = 7, **options
+) -> dict[str, Tensor]:
+    """Outputs, final state and all gradients under random output gradients."""
+    leaves = {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
+    o, state = linear_attention(**leaves, output_final_state=True, backend=backend, **options)
+    assert state is not None
+    generator = torch.Generator().manual_seed(seed)
+    do = torch.randn(o.shape, generator=generator).to(o.dtype)
+    dstate = torch.randn(state.shape, generator=generator).to(state.dtype)
+    loss = (o * do).sum() + (state * dstate).sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return {"o": o, "state": state, **{f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}}
+
+
+def assert_close(ours: dict[str, Tensor], reference: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    errors = {name: relative_rms(ours[name], reference[name]) for name in reference}
+    assert all(error <= tolerance for error in errors.values()), errors
+
+
+@many
+@given(
+    seed=st.integers(0, 2**31),
+    B=st.integers(1, 2),
+    T=st.sampled_from(TIMES),
+    H=st.integers(1, 3),
+    K=st.sampled_from(WIDTHS),
+    V=st.sampled_from(WIDTHS),
+    decay=st.sampled_from(DECAYS),
+    bonus=st.booleans(),
+    initial=st.booleans(),
+)
+def test_chunked_is_the_recurrence(seed, B, T, H, K, V, decay, bonus, initial):
+    inputs = draw_inputs(seed, B, T, H, K, V, decay, bonus, B if initial else None)
+    reference = run(inputs, torch.float64, "reference")
+    assert_close(run(inputs, torch.float32, "chunked"), reference)
+    assert_close(run(inputs, torch.float64, "chunked"), reference, 1e-12)
+
+
+@pytest.mark.parametrize("decay", ["constant", "scalar", "vector"])
+@pytest.mark.parametrize("strength", [1e-4, 1e-2, 1.0, 5.0, 50.0])
+def test_one_decay_strength(decay, strength):
+    """Every log decay the same: gradients of strong decays are tiny and must still be right relatively."""
+    inputs = draw_inputs(3, 1, 200, 2, 16, 16, decay, states=1, weakest=strength, strongest=strength)
+    assert_close(run(inputs, torch.float32, "chunked"), run(inputs, torch.float64, "reference"))
+
+
+@few
+@given(
+    seed=st.integers(0, 2**31), cut=st.integers(0, 130), decay=st.sampled_from(DECAYS), bonus=st.booleans()
+)
+def test_split_in_two_is_the_whole(seed, cut, decay, bonus):
+    x = draw_inputs(seed, 2, 130, 2, 16, 60, decay, bonus, states=2)
+    x = {name: value.float() for name, value in x.items()}
+    whole, final = linear_attention(**x, output_final_state=True)
+
+    def part(here: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+        timed = {name: x[name][:, here] for name in ("q", "k", "v")}
+        if "log_decay" in x:
+            timed["log_decay"] = x["log_decay"] if decay == "constant" else x["log_decay"][:, here]
+        return linear_attention(**timed, bonus=x.get("bonus"), initial_state=state, output_final_state=True)
+
+    first, state = part(slice(0, cut), x["initial_state"])
+    second, state = part(slice(cut, None), state)
+    assert relative_rms(torch.cat([first, second], 1), whole) < TOLERANCE
+    assert relative_rms(state, final) < TOLERANCE
+
+
+@few
+@given(
+    seed=st.integers(0, 2**31),
+    lengths=st.lists(st.sampled_from([0, 0, 1, 1, 2, 16, 17, 65]), min_size=1, max_size=6),
+    decay=st.sampled_from(DECAYS),
+    bonus=st.booleans(),
+    initial=st.booleans(),
+)
+def test_packed_is_separate(seed, lengths, decay, bonus, initial):
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    inputs = draw_inputs(seed, 1, sum(lengths), 2, 16, 16, decay, bonus, len(lengths) if initial else None)
+    ours = run(inputs, torch.float32, "chunked", cu_seqlens=bounds)
+    assert_close(ours, run(inputs, torch.float64, "reference", cu_seqlens=bounds))
+    for n, (start, end) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        alone = {name: inputs[name][:, start:end].float() for name in ("q", "k", "v")}
+        if "log_decay" in inputs:
+            g = inputs["log_decay"].float()
+            alone["log_decay"] = g if decay == "constant" else g[:, start:end]
+        if initial:
+            alone["initial_state"] = inputs["initial_state"][n : n + 1].float()
+        o, state = linear_attention(
+            **alone, bonus=inputs["bonus"].float() if bonus else None, output_final_state=True
+        )
+        assert relative_rms(ours["o"][:, start:end], o) < TOLERANCE
+        assert relative_rms(ours["state"][n : n + 1], state) < TOLERANCE
+
+
+@few
+@given(
+    seed=st.integers(0, 2**31),
+    K=st.sampled_from(WIDTHS),
+    V=st.sampled_from(WIDTHS),
+    decay=st.sampled_from(DECAYS),
+    bonus=st.booleans(),
+)
+def test_steps_are_the_recurrence(seed, K, V, decay, bonus):
+    x = draw_inputs(seed, 2, 17, 3, K, V, decay, bonus, states=2)
+    o, final = linear_attention(**x, output_final_state=True, backend="reference")
+    state = x["initial_state"].float().clone()
+    address = state.data_ptr()
+    steps = []
+    for t in range(17):
+        log_decay = x.get("log_decay")
+        if log_decay is not None and decay != "constant":
+            log_decay = log_decay[:, t]
+        q, k, v = (x[name][:, t].float() for name in ("q", "k", "v"))
+        g = None if log_decay is None else log_decay.float()
+        steps.append(linear_attention_step(q, k, v, state, g, bonus=x["bonus"].float() if bonus else None))
+    assert state.data_ptr() == address
+    assert relative_rms(torch.stack(steps, 1), o) < TOLERANCE
+    assert relative_rms(state, final) < TOLERANCE
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_non_contiguous_inputs(decay):
+    inputs = draw_inputs(1, 2, 65, 3, 16, 60, decay, states=2)
+    reference = run(inputs, torch.float64, "reference")
+    scattered = {name: torch.stack([x, x], dim=-1)[..., 0] for name, x in inputs.items()}
+    for name in ("q", "k", "v"):
+        scattered[name] = scattered[name].transpose(1, 2).contiguous().transpose(1, 2)
+        assert not scattered[name].is_contiguous()
+    assert_close(run(scattered, torch.float32, "chunked"), reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_half_inputs_are_computed_in_float32(dtype, decay):
+    """Inputs already rounded to `dtype`: only the output is rounded again, and the state not at all."""
+    x = {name: value.to(dtype).double() for name, value in draw_inputs(5, 2, 65, 2, 16, 16, decay).items()}
+    if "log_decay" in x:
+        x["log_decay"] = draw_inputs(5, 2, 65, 2, 16, 16, decay)["log_decay"]
+    o, state = linear_attention(**x, output_final_state=True, backend="reference")
+    half = {name: value.to(dtype) for name, value in x.items() if name != "log_decay"}
+    g = x["log_decay"].float() if "log_decay" in x else None
+    ours, our_state = linear_attention(**half, log_decay=g, output_final_state=True)
+    assert ours.dtype == dtype
+    assert our_state.dtype == torch.float32
+    assert relative_rms(ours, o) < torch.finfo(dtype).eps
+    assert relative_rms(our_state, state) < TOLERANCE
+
+
+def test_scale_and_defaults():
+    x = {name: value.float() for name, value in draw_inputs(2, 1, 20, 2, 16, 16, "none").items()}
+    o, state = linear_attention(**x)
+    assert state is None
+    twice, _ = linear_attention(**x, scale=2 * 16**-0.5)
+    assert relative_rms(twice, 2 * o) < 1e-6
+    reference, _ = linear_attention(**x, scale=0.5, backend="reference")
+    assert relative_rms(linear_attention(**x, scale=0.5)[0], reference) < TOLERANCE
+
+
+def test_each_input_may_need_a_gradient_alone():
+    inputs = draw_inputs(4, 1, 40, 2, 16, 16, "vector", bonus=True, states=1)
+    every = run(inputs, torch.float32, "chunked")
+    for name in inputs:
+        leaves = {other: x.float().requires_grad_(other == name) for other, x in inputs.items()}
+        o, state = linear_attention(**leaves, output_final_state=True)
+        generator = torch.Generator().manual_seed(7)
+        do, ds = torch.randn(o.shape, generator=generator), torch.randn(state.shape, generator=generator)
+        ((o * do).sum() + (state * ds).sum()).backward()
+        assert relative_rms(leaves[name].grad, every[f"d{name}"]) < 1e-6
+        assert all(leaves[other].grad is None for other in inputs if other != name)
+
+
+BASE = {name: value.float() for name, value in draw_inputs(0, 2, 4, 3, 8, 8, "vector").items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"k": torch.zeros(2, 5, 3, 8)}, ValueError, ["k", "T=4"]),
+        ({"v": torch.zeros(2, 4, 8)}, ValueError, ["v", "4 dimensions"]),
+        ({"v": [1.0]}, TypeError, ["v", "list"]),
+        ({"q": torch.zeros(2, 4, 3, 8, dtype=torch.int64)}, TypeError, ["q", "int64"]),
+        ({"log_decay": torch.full((2, 4, 3, 8), 0.25)}, ValueError, ["log_decay", "0.25", "<= 0"]),
+        ({"log_decay": torch.zeros(4)}, ValueError, ["log_decay", "H=3"]),
+        ({"bonus": torch.zeros(3, 7)}, ValueError, ["bonus", "K=8"]),
+        ({"initial_state": torch.zeros(1, 3, 8, 8)}, ValueError, ["initial_state", "2"]),
+        (
+            {"initial_state": torch.zeros(2, 3, 8, 8, device="meta")},
+            ValueError,
+            ["initial_state", "meta", "cpu"],
+        ),
+        ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, ["batch must be 1"]),
+        ({"backend": "fast"}, ValueError, ["backend", "fast", "chunked"]),
+    ],
+)
+def test_bad_arguments_are_named(change, error, words):
+    with pytest.raises(error) as caught:
+        linear_attention(**{**BASE, **change})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [torch.tensor([0, 3]), torch.tensor([1, 4]), torch.tensor([0, 3, 2, 4]), torch.tensor([0.0, 4.0])],
+)
+def test_bad_packing_is_named(bounds):
+    x = {name: value[:1] for name, value in BASE.items()}
+    with pytest.raises((ValueError, TypeError), match="cu_seqlens"):
+        linear_attention(**x, cu_seqlens=bounds)
