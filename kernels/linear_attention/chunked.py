@@ -17,12 +17,13 @@ sequence, C chunk length.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from linearize.kernels.linear_attention.reference import compute_dtype
 from linearize.kernels.packing import gather_group, group_by_length
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 MAX_CHUNK = 64
 # Decays below this are taken as 0, which keeps their products out of the slow denormal range.
@@ -138,12 +139,12 @@ class _VectorScores(torch.autograd.Function):
                   q[right] *= decay over the left half;   k[left] *= decay over the right half
 
     and after the last level they carry the decay from the start and to the end of the chunk. Log decays are
-    summed within blocks and exponentiated per block: two exponentials per element in all, each of a number ≤ 0.
+    summed within blocks and exponentiated per block: two exponentials per element, each of a number ≤ 0.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q_MCK: Tensor, k_MCK: Tensor, g_MCK: Tensor, diagonal_MC: Tensor, exclusive: bool
+        ctx: Any, q_MCK: Tensor, k_MCK: Tensor, g_MCK: Tensor, diagonal_MC: Tensor, exclusive: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         M, C, K = q_MCK.shape
         A_MCC = q_MCK.new_zeros(M, C, C)
@@ -162,7 +163,9 @@ class _VectorScores(torch.autograd.Function):
         return A_MCC, q, k, decay.view(M, K)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dA_MCC: Tensor, dq: Tensor, dk: Tensor, dtotal_MK: Tensor):
+    def backward(
+        ctx: Any, dA_MCC: Tensor, dq: Tensor, dk: Tensor, dtotal_MK: Tensor
+    ) -> tuple[Tensor | None, ...]:
         q_MCK, k_MCK, g_MCK = ctx.saved_tensors
         M, C, K = q_MCK.shape
         q, k, sums, decay = _leaves(q_MCK, k_MCK, g_MCK, ctx.exclusive)
@@ -201,7 +204,7 @@ def _leaves(
     """Blocks of one position: the query carries its own step's decay (unless exclusive), the key none."""
     decay = g_MCK.exp()
     q = q_MCK.clone() if exclusive else q_MCK * decay
-    return q, k_MCK.clone(), g_MCK, F.threshold_(decay, _SMALLEST_DECAY, 0.0)
+    return q, k_MCK.clone(), g_MCK, torch.threshold_(decay, _SMALLEST_DECAY, 0.0)
 
 
 def _halves(q: Tensor, k: Tensor, decay: Tensor, h: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -212,7 +215,7 @@ def _halves(q: Tensor, k: Tensor, decay: Tensor, h: int) -> tuple[Tensor, Tensor
 
 def _join(sums: Tensor, h: int) -> tuple[Tensor, Tensor]:
     sums = sums.reshape(-1, 2, sums.shape[-1]).sum(1)
-    return sums, F.threshold_(sums.exp(), _SMALLEST_DECAY, 0.0)
+    return sums, torch.threshold_(sums.exp(), _SMALLEST_DECAY, 0.0)
 
 
 def _between_halves(A_MCC: Tensor, h: int) -> Tensor:
@@ -246,7 +249,7 @@ class _StateScan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, update: Tensor, total: Tensor | None, initial: Tensor | None
+        ctx: Any, update: Tensor, total: Tensor | None, initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         BH, N, K, V = update.shape
         states = update.new_empty(BH, N, K, V)
@@ -262,13 +265,13 @@ class _StateScan(torch.autograd.Function):
         return states, state
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dstates: Tensor, dstate: Tensor):
+    def backward(ctx: Any, dstates: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
         total, states = ctx.saved_tensors
         dupdate = torch.empty_like(states)
         dtotal = None if total is None else torch.empty_like(total)
         for n in reversed(range(states.shape[1])):
             dupdate[:, n] = dstate
-            if total is None:
+            if total is None or dtotal is None:
                 dstate = dstate + dstates[:, n]
             else:
                 per_channel = (states[:, n] * dstate).sum(-1)
@@ -325,7 +328,9 @@ def _packed(
         if g is not None and g.dim() == 1 and not group.full:  # padding must not decay the state
             g = gather_group(g.expand(1, T, H), group)
         o, state = linear_attention_chunked(
-            *(gather_group(x, group) for x in (q_BTHK, k_BTHK, v_BTHV)),
+            gather_group(q_BTHK, group),
+            gather_group(k_BTHK, group),
+            gather_group(v_BTHV, group),
             g,
             bonus_HK=bonus_HK,
             scale=scale,

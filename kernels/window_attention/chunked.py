@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from linearize.kernels.packing import gather_group, group_by_length
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 MAX_BLOCK = 256
 MIN_BLOCK = 32
@@ -44,7 +44,7 @@ def window_attention_chunked(
 ) -> tuple[Tensor, Tensor]:
     """Same arguments and results as `window_attention_reference`."""
     scale = q_BTHK.shape[-1] ** -0.5 if scale is None else scale
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and q_BTHK.shape[1] > 0:
         return _packed(q_BTHK, k_BSHK, v_BSHV, _Options(window, sinks, scale, softcap), cu_seqlens)
     dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
     q, k, v = (x.to(dtype).transpose(1, 2).contiguous() for x in (q_BTHK, k_BSHK, v_BSHV))
@@ -57,7 +57,7 @@ def _packed(
 ) -> tuple[Tensor, Tensor]:
     """Sequences laid end to end: similar lengths go together as one batch, padded on the right."""
     T, H, V = q_BTHK.shape[1], q_BTHK.shape[2], v_BSHV.shape[3]
-    o_THV = v_BSHV[0] if T == 0 else v_BSHV.new_zeros(T, H, V)
+    o_THV = v_BSHV.new_zeros(T, H, V)
     lse_TH = torch.zeros(T, H, dtype=torch.promote_types(q_BTHK.dtype, torch.float32), device=q_BTHK.device)
     for group in group_by_length(cu_seqlens):
         o, lse = window_attention_chunked(
@@ -77,7 +77,7 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, options: _Options
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, options: _Options
     ) -> tuple[Tensor, Tensor]:
         B, H, T, _ = q.shape
         o, lse = q.new_zeros(B, H, T, v.shape[-1]), q.new_full((B, H, T), float("-inf"))
@@ -95,11 +95,11 @@ class _Blocks(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    def backward(ctx: FunctionCtx, do: Tensor, dlse: Tensor):
+    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, key_mask, o, lse = ctx.saved_tensors
         options: _Options = ctx.options
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        # d logit_ij = p_ij (do_i·v_j − delta_i): one number per row has the softmax's and log-sum-exp's terms.
+        # d logit_ij = p_ij (do_i·v_j − delta_i): softmax's and log-sum-exp's terms in one number.
         delta = (do * o).sum(-1) - dlse
         empty = lse == float("-inf")
         delta = delta.masked_fill(empty, 0)
@@ -139,14 +139,13 @@ class _Block:
 def _blocks(q: Tensor, k: Tensor, key_mask: Tensor | None, options: _Options) -> Iterator[_Block]:
     T, S, W = q.shape[2], k.shape[2], options.window
     size = max(MIN_BLOCK, min(MAX_BLOCK, 1 << (min(W, T) - 1).bit_length())) if T else MIN_BLOCK
-    sinks = sink_is_real = None
+    sinks = None
     if options.sinks > 0:
         order = torch.arange(min(options.sinks, S), device=q.device)[None]
         if key_mask is not None:  # the first real keys of each row
             ranks = key_mask.long().cumsum(1)
             order = torch.searchsorted(ranks, (order + 1).expand(len(key_mask), -1).contiguous())
-        sink_is_real = order < S
-        sinks = order.clamp_max(S - 1)
+        sinks = order.clamp_max(S - 1)  # a row short of real keys gets its last position, which is never far
     for start in range(0, T, size):
         end = min(start + size, T)
         first, last = S - T + start, S - T + end
@@ -160,7 +159,7 @@ def _blocks(q: Tensor, k: Tensor, key_mask: Tensor | None, options: _Options) ->
         if key_mask is None and last <= W:
             extra = None  # every sink is inside every window of this block
         if extra is not None:
-            covered = (extra[:, None] > query - W) | ~sink_is_real[:, None]
+            covered = extra[:, None] > query - W  # hidden or already in the range
             hidden = torch.cat([covered, hidden.expand(covered.shape[0], -1, -1)], dim=-1)
         yield _Block(slice(start, end), reach, extra, hidden[:, None])
 

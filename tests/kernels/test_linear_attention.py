@@ -134,7 +134,7 @@ def test_split_in_two_is_the_whole(seed, cut, decay, bonus):
 @few
 @given(
     seed=st.integers(0, 2**31),
-    lengths=st.lists(st.sampled_from([0, 0, 1, 1, 2, 16, 17, 65]), min_size=1, max_size=6),
+    lengths=st.lists(st.sampled_from([0, 0, 1, 1, 2, 17, 30, 65, 100]), min_size=1, max_size=6),
     decay=st.sampled_from(DECAYS),
     bonus=st.booleans(),
     initial=st.booleans(),
