@@ -185,6 +185,15 @@ def test_steps_are_the_recurrence(seed, K, V, decay, bonus):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
+def test_packed_sequences_of_similar_length(decay):
+    """Lengths that are padded to a common one: padding must not decay a state."""
+    bounds = torch.tensor([0, 17, 47, 47, 78])
+    inputs = draw_inputs(6, 1, 78, 2, 16, 16, decay, states=4, strongest=0.1)
+    ours = run(inputs, torch.float32, "chunked", cu_seqlens=bounds)
+    assert_close(ours, run(inputs, torch.float64, "reference", cu_seqlens=bounds))
+
+
+@pytest.mark.parametrize("decay", DECAYS)
 def test_non_contiguous_inputs(decay):
     inputs = draw_inputs(1, 2, 65, 3, 16, 60, decay, states=2)
     reference = run(inputs, torch.float64, "reference")
