@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from linearize.kernels.checks import (
     check_cu_seqlens,
     check_float,
@@ -18,6 +19,7 @@ from torch import Tensor
 __all__ = ["linear_attention", "linear_attention_step"]
 
 _NAME = "linear_attention"
+MAX_KEY_WIDTH = 256  # of the Triton kernels
 
 
 def linear_attention(
@@ -81,10 +83,25 @@ def linear_attention(
         check_tensor(_NAME, "initial_state", initial_state, (states, dims["H"], dims["K"], dims["V"]), {})
     tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, "bonus": bonus, "initial_state": initial_state}
     check_float(_NAME, tensors)
-    check_same_device(_NAME, tensors)
+    check_same_device(_NAME, {**tensors, "cu_seqlens": cu_seqlens})
     if log_decay is not None:
         check_log_decay_sign(_NAME, log_decay)
-    chosen = resolve_backend(backend, q.device, operation=_NAME, has_triton=False)
+    unsupported = _no_kernel_for(q, k, v, initial_state)
+    chosen = resolve_backend(backend, q.device, operation=_NAME, unsupported=unsupported)
+    if chosen == "triton" and v.numel() > 0 and q.numel() > 0:
+        from linearize.kernels.linear_attention.triton_backward import linear_attention_triton
+
+        return linear_attention_triton(
+            q,
+            k,
+            v,
+            log_decay,
+            bonus_HK=bonus,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+        )
     run = linear_attention_reference if chosen == "reference" else linear_attention_chunked
     o, state = run(
         q,
@@ -97,3 +114,13 @@ def linear_attention(
         cu_seqlens=cu_seqlens,
     )
     return o, state if output_final_state else None
+
+
+def _no_kernel_for(*tensors: Tensor | None) -> str | None:
+    """Why these tensors have no Triton kernel, or None if they have one."""
+    if any(x is not None and x.dtype == torch.float64 for x in tensors):
+        return "the Triton kernels take float16, bfloat16 and float32, not float64"
+    q = tensors[0]
+    if q is not None and q.shape[-1] > MAX_KEY_WIDTH:
+        return f"the Triton kernels take keys up to K={MAX_KEY_WIDTH}, not {q.shape[-1]}"
+    return None

@@ -8,6 +8,7 @@ from linearize.kernels.dispatch import resolve_backend
 from torch import Tensor
 
 _NAME = "linear_attention_step"
+MAX_KEY_WIDTH = 1024  # of the Triton kernel
 
 
 @torch.no_grad()
@@ -58,8 +59,21 @@ def linear_attention_step(
     check_same_device(_NAME, tensors)
     if state.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{_NAME}: state has dtype {state.dtype}; keep it in float32")
-    resolve_backend(backend, q.device, operation=_NAME, has_triton=False)
-    return _step(q, k, v, state, log_decay, bonus, q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    chosen = resolve_backend(backend, q.device, operation=_NAME, unsupported=_no_kernel_for(q, state))
+    if chosen == "triton":
+        from linearize.kernels.linear_attention.triton_decode import step
+
+        return step(q, k, v, state, log_decay, bonus, scale)
+    return _step(q, k, v, state, log_decay, bonus, scale)
+
+
+def _no_kernel_for(q: Tensor, state: Tensor) -> str | None:
+    if state.dtype != torch.float32:
+        return f"the Triton kernel keeps the state in float32, not {state.dtype}"
+    if q.shape[-1] > MAX_KEY_WIDTH:
+        return f"the Triton kernel takes keys up to K={MAX_KEY_WIDTH}, not {q.shape[-1]}"
+    return None
 
 
 def _step(

@@ -96,7 +96,9 @@ def window_attention(
             )
     check_float(_NAME, {"q": q, "k": k, "v": v})
     check_same_device(_NAME, {"q": q, "k": k, "v": v, "key_mask": key_mask})
-    chosen = resolve_backend(backend, q.device, operation=_NAME, has_triton=False)
+    chosen = resolve_backend(
+        backend, q.device, operation=_NAME, unsupported="window_attention has no Triton kernel"
+    )
     run = window_attention_reference if chosen == "reference" else window_attention_chunked
     o, lse = run(
         q,
