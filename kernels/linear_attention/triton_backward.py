@@ -16,6 +16,7 @@ cancels between chunks:
 with x_i = q_i ⊙ dq_i, y_j = k_j ⊙ dk_j inside the chunk and z_j = k_j ⊙ dk_j towards later chunks.
 """
 
+# ruff: noqa: SIM102, SIM108  (branches on compile-time constants read and compile best as statements)
 from __future__ import annotations
 
 from typing import Any
@@ -551,8 +552,8 @@ def _by_states(
 @torch.library.custom_op(
     "linearize::linear_attention",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? bonus, Tensor? start, float scale, Tensor?
-    cu_seqlens, " "bool want_end) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? bonus, Tensor? start, float scale, "
+    "Tensor? cu_seqlens, bool want_end) -> (Tensor, Tensor, Tensor)",
 )
 def _forward_op(
     q: Tensor,
@@ -596,9 +597,9 @@ def _(
 @torch.library.custom_op(
     "linearize::linear_attention_backward",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? bonus, Tensor? start, Tensor? end, Tensor?
-    segment_starts, " "Tensor do, Tensor? dend, float scale, Tensor? cu_seqlens, bool want_dg, bool
-    want_dstart) " "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? bonus, Tensor? start, Tensor? end, "
+    "Tensor? segment_starts, Tensor do, Tensor? dend, float scale, Tensor? cu_seqlens, bool want_dg, "
+    "bool want_dstart) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward_op(
     q: Tensor,

@@ -15,6 +15,7 @@ Bounds per token and head in 16-bit: without `_prepare` it moves 2·(2K + 2V) by
 Suffixes: B batch, N sequences, T time, H heads, K key width, V value width, C chunk length, S segments.
 """
 
+# ruff: noqa: SIM102, SIM108  (branches on compile-time constants read and compile best as statements)
 from __future__ import annotations
 
 import torch
