@@ -27,6 +27,16 @@ MAX_FILE_BYTES = 400_000
 _GENERATED = re.compile(r"(\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|0x[0-9a-fA-F]{2,}|\\[0-7]{3})")
 
 
+PASSAGE_CHARS = 600
+"""Longest passage that is put together from smaller ones, in characters."""
+
+_BOUNDARIES = (
+    re.compile(r"(?m)^(?=(?:@|def |class |async def |if __name__))"),
+    re.compile(r"(?m)^(?=    (?:@|def |async def ))"),
+    re.compile(r"(?<=\n\n)(?=\S)|(?<=\n\n)(?= )"),
+)
+
+
 def standard_library() -> Path:
     """The running interpreter's standard library folder."""
     return Path(sysconfig.get_paths()["stdlib"])
@@ -49,13 +59,34 @@ def _topics(source: str) -> list[str]:
     return []
 
 
-def documents(split: str, root: Path | None = None, seed: int = 0) -> list[str]:
-    """The texts of one split, one string per file, in an order fixed by `seed`.
+def passages(text: str, max_chars: int = PASSAGE_CHARS) -> list[str]:
+    """Cut a text into passages of whole top-level statements, methods or paragraphs; joined they give it back.
+
+    Neighbours are put together as long as they fit in `max_chars`; a longer statement is cut where a method begins,
+    then at empty lines, and only then kept whole.
+    """
+    pieces = [text]
+    for boundary in _BOUNDARIES:
+        pieces = [part for piece in pieces for part in (boundary.split(piece) if len(piece) > max_chars else [piece])]
+    joined: list[str] = []
+    for piece in filter(None, pieces):
+        if joined and len(joined[-1]) + len(piece) <= max_chars:
+            joined[-1] += piece
+        else:
+            joined.append(piece)
+    return joined
+
+
+def documents(
+    split: str, root: Path | None = None, seed: int = 0, max_chars: int = PASSAGE_CHARS
+) -> list[str]:
+    """The passages of one split, shuffled: one function, class, method or paragraph each.
 
     Args:
-        split: "train" or "heldout". Held-out texts come in alphabetical order whatever the seed.
+        split: "train" or "heldout". The order of the held-out passages is fixed.
         root: a standard library folder; default the running interpreter's.
-        seed: order of the training texts.
+        seed: order of the training passages.
+        max_chars: see `passages`.
 
     Raises:
         FileNotFoundError: the interpreter ships without the sources (some embedded builds do).
@@ -82,5 +113,6 @@ def documents(split: str, root: Path | None = None, seed: int = 0) -> list[str]:
         texts = [t for t in texts if _is_prose(t)]
         if topics.is_file():
             texts += _topics(topics.read_text(encoding="utf-8"))
-        random.Random(seed).shuffle(texts)
-    return texts
+    cut = [passage for text in texts for passage in passages(text, max_chars) if passage.strip()]
+    random.Random(seed if split == "train" else 0).shuffle(cut)
+    return cut

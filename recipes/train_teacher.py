@@ -20,7 +20,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from linearize.recipes.python_corpus import HELD_OUT_MODULES, MAX_FILE_BYTES, SKIPPED_FOLDERS, documents
+from linearize.recipes.python_corpus import (
+    HELD_OUT_MODULES,
+    MAX_FILE_BYTES,
+    PASSAGE_CHARS,
+    SKIPPED_FOLDERS,
+    documents,
+)
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -200,7 +206,7 @@ def card(
 ) -> str:
     """The README of the checkpoint."""
     names = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "batch", "lr")
-    values = {n: getattr(args, n) for n in (*names, "weight_decay", "dropout", "seed")}
+    values = {n: getattr(args, n) for n in (*names, "weight_decay", "dropout", "passage_chars", "seed")}
     options = [f"--{n.replace('_', '-')} {v}" for n, v in {"tokens": facts["tokens"], **values}.items()]
     kept = [log[round(i * (len(log) - 1) / 7)] for i in range(8)] if len(log) > 8 else log
     curve = "\n".join(f"| {tokens / 1e6:.1f} M | {loss:.3f} |" for tokens, loss in kept)
@@ -233,9 +239,10 @@ small enough to convert on a CPU, real enough that what a conversion loses can b
 piece, digits stand alone, any text round-trips exactly. `{END_OF_TEXT}` (id 0) stood before each document; it is
 bos, eos and pad, and isn't added by itself.
 
-**Data.** The standard library of CPython {args.python_version}: {facts["documents"]:,} documents,
+**Data.** The standard library of CPython {args.python_version}: {facts["documents"]:,} passages,
 {facts["train_bytes"]:,} bytes, {facts["train_tokens"]:,} tokens (source files with their tests, and the language
-reference that `help()` prints). Left out: the folders {", ".join(f"`{name}`" for name in sorted(SKIPPED_FOLDERS))};
+reference that `help()` prints, cut into shuffled passages of whole functions, classes or paragraphs of about
+{args.passage_chars} characters). Left out: the folders {", ".join(f"`{name}`" for name in sorted(SKIPPED_FOLDERS))};
 files of 200 bytes or less, or of {MAX_FILE_BYTES:,} or more; tables of escapes and numbers. Held out, with their tests:
 {", ".join(f"`{name}`" for name in HELD_OUT_MODULES)}.
 
@@ -278,15 +285,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--stdlib", type=Path, help="a standard library folder (default: this interpreter's)")
     parser.add_argument("--python-version", default=platform.python_version(), help="version of --stdlib")
-    parser.add_argument("--tokens", type=int, default=125_000_000, help="tokens to train on")
+    parser.add_argument("--passage-chars", type=int, default=PASSAGE_CHARS, help="longest joined passage")
+    parser.add_argument("--tokens", type=int, default=220_000_000, help="tokens to train on")
     parser.add_argument("--seconds", type=float, help="train this long instead, the schedule by the clock")
-    sizes = {"hidden": 192, "layers": 4, "heads": 6, "kv-heads": 2, "head-dim": 32, "intermediate": 512}
+    sizes = {"hidden": 192, "layers": 4, "heads": 4, "kv-heads": 2, "head-dim": 64, "intermediate": 512}
     for name, default in {**sizes, "vocab": 4096}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--batch", type=int, default=64, help=f"windows of {CONTEXT} tokens a step")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.3, help="of the matrices; default 0.3")
-    parser.add_argument("--dropout", type=float, default=0.0, help="on the residual branches; default 0")
+    parser.add_argument("--dropout", type=float, default=0.1, help="on the residual branches; default 0.1")
     parser.add_argument("--report-every", type=float, default=15.0, help="seconds between measurements")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="on CUDA only")
@@ -300,7 +308,9 @@ def main(argv: Sequence[str] | None = None) -> HeldOut:
     args = parse(argv)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    texts, held_texts = (documents(split, args.stdlib) for split in ("train", "heldout"))
+    texts, held_texts = (
+        documents(split, args.stdlib, max_chars=args.passage_chars) for split in ("train", "heldout")
+    )
     n_bytes = sum(len(t.encode()) for t in held_texts)
     tokenizer = train_tokenizer(texts, args.vocab)
     stream, held_out = pack(tokenizer, texts), pack(tokenizer, held_texts)
