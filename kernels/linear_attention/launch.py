@@ -45,7 +45,7 @@ def prepare_launch(width: int, itemsize: int) -> Launch:
 def finish_launch(k_width: int, v_width: int, itemsize: int) -> tuple[Launch, int]:
     """`_finish`: `block` key channels per program, and how many value channels it reads at a time."""
     block_v = min(64 if itemsize == 2 else 32, padded(v_width))
-    return Launch(min(64 if itemsize == 2 else 32, padded(k_width)), 4, 1), block_v
+    return Launch(min(64 if itemsize == 2 else 32, padded(k_width)), 8, 1), block_v
 
 
 @functools.cache

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from linearize.kernels.dispatch import on_device
 from linearize.kernels.linear_attention.launch import CHUNK, finish_launch, scan_launch
 from linearize.kernels.linear_attention.triton_forward import (
@@ -54,22 +52,23 @@ from linearize.kernels.linear_attention.triton_forward import (
     segment_states,
     wide_dtype,
 )
+from torch import Tensor
 
 WIDEST_CONTRACTION = 256  # values wider than this don't fit the role of a state's rows
 
 
 @triton.jit
 def _pair_gradients(dscores, q, k, fq, fk, WIDE: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradients through scores = (q fq)(k fk)ᵀ: dq and dk, and the log-decay terms x and y of both sides.
+    """Gradients through scores = (q fq)(k fk)ᵀ: dq, dk, and x − y of the log decay.
 
     x and y are made of the same rounded factors, so that pairs which cancel in their sums cancel exactly.
     """
-    q_wide = (q * fq).to(WIDE)
-    k_wide = (k * fk).to(WIDE)
+    q_wide = (q.to(tl.float32) * fq).to(WIDE)
+    k_wide = (k.to(tl.float32) * fk).to(WIDE)
     ds = dscores.to(WIDE)
     dq = tl.dot(ds, k_wide, input_precision=PRECISION)
     dk = tl.dot(tl.trans(ds), q_wide, input_precision=PRECISION)
-    return dq * fq, dk * fk, dq * q_wide.to(tl.float32), dk * k_wide.to(tl.float32)
+    return dq * fq, dk * fk, dq * q_wide.to(tl.float32) - dk * k_wide.to(tl.float32)
 
 
 @triton.jit
@@ -124,6 +123,8 @@ def _finish(
     """dq, dk, dg (and the bonus's gradient, per chunk) of K_BLOCK channels of one chunk."""
     EVEN_K: tl.constexpr = K % K_BLOCK == 0
     EVEN_V: tl.constexpr = V % V_BLOCK == 0
+    LEVELS: tl.constexpr = 6
+    tl.static_assert(CHUNK == 1 << LEVELS)
     blocks: tl.constexpr = (K + K_BLOCK - 1) // K_BLOCK
     block = tl.program_id(0) % blocks
     index = tl.program_id(0) // blocks
@@ -139,90 +140,81 @@ def _finish(
     ik = block * K_BLOCK + tl.arange(0, K_BLOCK)
     k_ok = ik < K
 
-    # Gradients of the scores, and of q and k towards the states at the chunk's two ends.
+    do_base = do_ptr + batch * do_b + h * do_h + t64[:, None] * do_t
+    v_base = v_ptr + batch * v_b + h * v_h + t64[:, None] * v_t
     dscores = tl.zeros([CHUNK, CHUNK], tl.float32)
-    dq_state = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-    dk_state = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-    through = tl.zeros([K_BLOCK], tl.float32)
-    state_base = (index.to(tl.int64) * H + h) * (K * V)
     for v0 in range(0, V, V_BLOCK):
         iv = v0 + tl.arange(0, V_BLOCK)
         v_ok = iv < V
-        do = _tile(
-            do_ptr + batch * do_b + h * do_h + t64[:, None] * do_t + iv[None, :], ok, v_ok, EVEN, EVEN_V
-        )
-        v = _tile(v_ptr + batch * v_b + h * v_h + t64[:, None] * v_t + iv[None, :], ok, v_ok, EVEN, EVEN_V)
-        spot = state_base + ik[:, None] * V + iv[None, :]
-        s = _tile(states_ptr + spot, k_ok, v_ok, EVEN_K, EVEN_V)
-        ds = _tile(dstates_ptr + spot, k_ok, v_ok, EVEN_K, EVEN_V)
+        do = _tile(do_base + iv[None, :], ok, v_ok, EVEN, EVEN_V)
+        v = _tile(v_base + iv[None, :], ok, v_ok, EVEN, EVEN_V)
         dscores = tl.dot(do, tl.trans(v), dscores, input_precision=PRECISION)
-        dq_state = tl.dot(do, tl.trans(s), dq_state, input_precision=PRECISION)
-        dk_state = tl.dot(v, tl.trans(ds), dk_state, input_precision=PRECISION)
-        if DECAY_GRADIENT:
-            through += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
-
-    q = _tile(q_ptr + batch * q_b + h * q_h + t64[:, None] * q_t + ik[None, :], ok, k_ok, EVEN, EVEN_K)
-    k = _tile(k_ptr + batch * k_b + h * k_h + t64[:, None] * k_t + ik[None, :], ok, k_ok, EVEN, EVEN_K)
-    g = _tile(g_ptr + batch * g_b + h * g_h + t64[:, None] * g_t + ik[None, :] * g_k, ok, k_ok, EVEN, EVEN_K)
-    g = tl.maximum(g, _FLOOR)
-    q = q.to(tl.float32)
-    k = k.to(tl.float32)
-    q_sum, q_low, k_sum, k_low = _log_decays(g, BONUS, EXACT)
-    total = tl.sum(g, 0)
-
     own = row[:, None] == row[None, :]
     dscores = dscores * scale
     diagonal = tl.sum(tl.where(own, dscores, 0.0), 1)
     dscores = tl.where(row[:, None] > row[None, :], dscores, 0.0)
 
+    # Pairs inside the chunk.
+    q = _tile(q_ptr + batch * q_b + h * q_h + t64[:, None] * q_t + ik[None, :], ok, k_ok, EVEN, EVEN_K)
+    k = _tile(k_ptr + batch * k_b + h * k_h + t64[:, None] * k_t + ik[None, :], ok, k_ok, EVEN, EVEN_K)
+    g = _tile(g_ptr + batch * g_b + h * g_h + t64[:, None] * g_t + ik[None, :] * g_k, ok, k_ok, EVEN, EVEN_K)
+    g = tl.maximum(g, _FLOOR)
+    q_sum, q_low, k_sum, k_low = _log_decays(g, BONUS, EXACT)
+    total = tl.sum(g, 0)
     if tl.min(total, 0) > -_SPAN:
         fq, fk = _centred(q_sum, q_low, k_sum, k_low, g, CHUNK, CHUNK, K_BLOCK, EXACT)
-        dq, dk, x, y = _pair_gradients(dscores, q, k, fq, fk, WIDE, PRECISION)
+        dq, dk, dg = _pair_gradients(dscores, q, k, fq, fk, WIDE, PRECISION)
     else:
         dq = tl.zeros([CHUNK, K_BLOCK], tl.float32)
         dk = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-        x = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-        y = tl.zeros([CHUNK, K_BLOCK], tl.float32)
-        for level in tl.static_range(2):
-            fq, fk = _halved(q_sum, q_low, k_sum, k_low, 16 << level, CHUNK, K_BLOCK, EXACT)
-            part = tl.where(_lower_halves(row, 16 << level), dscores, 0.0)
-            dq_, dk_, x_, y_ = _pair_gradients(part, q, k, fq, fk, WIDE, PRECISION)
-            dq += dq_
-            dk += dk_
-            x += x_
-            y += y_
+        dg = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+        level = 0
         if _weakest(g, 16, CHUNK, K_BLOCK) > -_SPAN:
             fq, fk = _centred(q_sum, q_low, k_sum, k_low, g, 16, CHUNK, K_BLOCK, EXACT)
             part = tl.where(_lower_triangles(row, 16), dscores, 0.0)
-            dq_, dk_, x_, y_ = _pair_gradients(part, q, k, fq, fk, WIDE, PRECISION)
+            dq, dk, dg = _pair_gradients(part, q, k, fq, fk, WIDE, PRECISION)
+            level = 4
+        while level < LEVELS:
+            fq, fk = _halved(q_sum, q_low, k_sum, k_low, 1 << level, CHUNK, K_BLOCK, EXACT)
+            part = tl.where(_lower_halves(row, 1 << level), dscores, 0.0)
+            dq_, dk_, dg_ = _pair_gradients(part, q, k, fq, fk, WIDE, PRECISION)
             dq += dq_
             dk += dk_
-            x += x_
-            y += y_
-        else:
-            for level in tl.static_range(4):
-                fq, fk = _halved(q_sum, q_low, k_sum, k_low, 1 << level, CHUNK, K_BLOCK, EXACT)
-                part = tl.where(_lower_halves(row, 1 << level), dscores, 0.0)
-                dq_, dk_, x_, y_ = _pair_gradients(part, q, k, fq, fk, WIDE, PRECISION)
-                dq += dq_
-                dk += dk_
-                x += x_
-                y += y_
+            dg += dg_
+            level += 1
 
+    # Towards the states at the chunk's two ends.
+    dq_state = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+    dk_state = tl.zeros([CHUNK, K_BLOCK], tl.float32)
+    through = tl.zeros([K_BLOCK], tl.float32)
+    state_base = (index.to(tl.int64) * H + h) * (K * V) + ik[:, None] * V
+    for v0 in range(0, V, V_BLOCK):
+        iv = v0 + tl.arange(0, V_BLOCK)
+        v_ok = iv < V
+        do = _tile(do_base + iv[None, :], ok, v_ok, EVEN, EVEN_V)
+        v = _tile(v_base + iv[None, :], ok, v_ok, EVEN, EVEN_V)
+        s = _tile(states_ptr + state_base + iv[None, :], k_ok, v_ok, EVEN_K, EVEN_V)
+        ds = _tile(dstates_ptr + state_base + iv[None, :], k_ok, v_ok, EVEN_K, EVEN_V)
+        dq_state = tl.dot(do, tl.trans(s), dq_state, input_precision=PRECISION)
+        dk_state = tl.dot(v, tl.trans(ds), dk_state, input_precision=PRECISION)
+        if DECAY_GRADIENT:
+            through += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
     dq_state = dq_state * tl.exp(_whole(q_sum, q_low, EXACT)) * scale
     dk_state = dk_state * tl.exp(_to_end(k_sum, k_low, g, EXACT))
     dq += dq_state
     dk += dk_state
+    q = q.to(tl.float32)
+    k = k.to(tl.float32)
     token = batch * T + t64
     wide = (token[:, None] * H + h) * K + ik[None, :]
     if DECAY_GRADIENT:
-        x += dq_state * q
+        x = dq_state * q
         # The last row's z counts for nothing here, but is large beside the others when decays are strong.
         last = (row == CHUNK - 1) | (t == length - 1)
         z = tl.where(last[:, None], 0.0, dk_state * k)
-        dg = tl.cumsum(x - y, 0, reverse=True) + tl.cumsum(z, 0) - z + (tl.exp(total) * through)[None, :]
+        dg = tl.cumsum(dg + x, 0, reverse=True) + tl.cumsum(z, 0) - z + (tl.exp(total) * through)[None, :]
         if BONUS:
-            dg -= x
+            dg -= q * dq
         _put(dg_ptr + wide, dg, ok, k_ok, EVEN, EVEN_K)
     if BONUS:
         u = tl.load(u_ptr + h * K + ik, mask=k_ok, other=0.0)

@@ -75,6 +75,22 @@ def _split(g):
 
 
 @triton.jit
+def _whole(a, a_low, EXACT: tl.constexpr):
+    if EXACT:
+        return a + a_low
+    else:
+        return a
+
+
+@triton.jit
+def _difference(a, a_low, b, b_low, EXACT: tl.constexpr):
+    if EXACT:
+        return (a - b) + (a_low - b_low)
+    else:
+        return a - b
+
+
+@triton.jit
 def _scan(
     a_ptr,
     b_ptr,
@@ -141,6 +157,7 @@ def _scan(
     STATES: tl.constexpr,
     VARLEN: tl.constexpr,
     EVEN: tl.constexpr,
+    EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """out_i = a_i S + Σ_j P_ij c_j and S ← decay ⊙ S + Σ_j b_j c_jᵀ, chunk by chunk, in either direction of
@@ -234,14 +251,20 @@ def _scan(
                 g = tl.load(g_base + t64 * g_t)
             else:
                 g = tl.load(g_base + t64 * g_t, mask=ok, other=0.0)
-            high, low = _split(g)
-            G_high = tl.cumsum(high, 0)
-            G_low = tl.cumsum(low, 0)
-            all_high = tl.sum(high, 0)
-            all_low = tl.sum(low, 0)
-            from_start = tl.exp(G_high + G_low)
-            to_end = tl.exp((all_high - G_high) + (all_low - G_low))
-            over_chunk = tl.exp(all_high + all_low)
+            if EXACT:
+                high, low = _split(g)
+                G_low = tl.cumsum(low, 0)
+                all_low = tl.sum(low, 0)
+            else:
+                high = tl.maximum(g, _FLOOR)
+            G = tl.cumsum(high, 0)
+            all = tl.sum(high, 0)
+            if not EXACT:
+                G_low = G
+                all_low = all
+            from_start = tl.exp(_whole(G, G_low, EXACT))
+            to_end = tl.exp(_difference(all, all_low, G, G_low, EXACT))
+            over_chunk = tl.exp(_whole(all, all_low, EXACT))
             if REVERSE:
                 row_decay = to_end
                 update_decay = from_start
@@ -257,17 +280,18 @@ def _scan(
             if DECAY == 1:
                 out = out * row_decay[:, None]
             if ROWDOT:
-                e = _tile(e_base + t64[:, None] * e_t + ic[None, :], ok, c_ok, EVEN, EVEN_C).to(tl.float32)
-                from_state = tl.sum(out * e, 1)
+                e = _tile(e_base + t64[:, None] * e_t + ic[None, :], ok, c_ok, EVEN, EVEN_C)
+                from_state = tl.sum(out * e.to(tl.float32), 1)
             if SCORES == 1:
                 if REVERSE:
                     seen = row[:, None] <= row[None, :]
                 else:
                     seen = row[:, None] >= row[None, :]
                 if DECAY == 1:
-                    between = (G_high[:, None] - G_high[None, :]) + (G_low[:, None] - G_low[None, :])
                     if REVERSE:
-                        between = -between
+                        between = _difference(G[None, :], G_low[None, :], G[:, None], G_low[:, None], EXACT)
+                    else:
+                        between = _difference(G[:, None], G_low[:, None], G[None, :], G_low[None, :], EXACT)
                     scores = scores * tl.exp(tl.where(seen, between, float("-inf")))
                 else:
                     scores = tl.where(seen, scores, 0.0)
@@ -276,7 +300,7 @@ def _scan(
                     diagonal = tl.sum(tl.where(own, scores, 0.0), 1)
                     inside = tl.dot(tl.where(own, 0.0, scores).to(c.dtype), c, input_precision=PRECISION)
                     dots = rowdot_ptr + block * rowdot_stride + (batch * H + h) * T + first_row + t64
-                    tl.store(dots, tl.sum(inside * e, 1) * out_scale, mask=ok)
+                    tl.store(dots, tl.sum(inside * e.to(tl.float32), 1) * out_scale, mask=ok)
                     tl.store(dots + rowdot_part, from_state * out_scale, mask=ok)
                     out += inside + diagonal[:, None] * c.to(tl.float32)
                 else:
@@ -388,20 +412,15 @@ def _find_chunk(index, N, T, cu_ptr, cu_chunks_ptr, CHUNK: tl.constexpr, VARLEN:
 
 
 @triton.jit
-def _pick(x, ROW: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, K_BLOCK: tl.constexpr):
-    """Row ROW of every block of WIDTH rows, spread over its block."""
-    blocks = tl.reshape(x, (CHUNK // WIDTH, WIDTH, K_BLOCK))
-    here = tl.arange(0, WIDTH)[None, :, None] == ROW
-    one = tl.sum(tl.where(here, blocks, 0.0), 1)
-    spread = tl.broadcast_to(one[:, None, :], (CHUNK // WIDTH, WIDTH, K_BLOCK))
-    return tl.reshape(spread, (CHUNK, K_BLOCK))
+def _rows(x, index, CHUNK: tl.constexpr, K_BLOCK: tl.constexpr):
+    """x[index], row by row."""
+    return tl.gather(x, tl.broadcast_to(index[:, None], (CHUNK, K_BLOCK)), 0)
 
 
 @triton.jit
-def _lower_halves(row, HALF: tl.constexpr):
-    """Pairs (query, key) of one block of 2·HALF rows, the query in its second half and the key in its "
-    "first."""
-    block = row // HALF
+def _lower_halves(row, half):
+    """Pairs (query, key) of one block of 2·half rows, the query in its second half and the key in its first."""
+    block = row // half
     return (block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1)
 
 
@@ -448,29 +467,6 @@ def _to_end(k_sum, k_low, g, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _whole(a, a_low, EXACT: tl.constexpr):
-    if EXACT:
-        return a + a_low
-    else:
-        return a
-
-
-@triton.jit
-def _difference(a, a_low, b, b_low, EXACT: tl.constexpr):
-    if EXACT:
-        return (a - b) + (a_low - b_low)
-    else:
-        return a - b
-
-
-@triton.jit
-def _middle(x, before, WIDTH: tl.constexpr, CHUNK: tl.constexpr, K_BLOCK: tl.constexpr):
-    """Half-way between the sums before and at the end of each block of WIDTH rows."""
-    first = _pick(before, 0, WIDTH, CHUNK, K_BLOCK)
-    return 0.5 * (first + _pick(x, WIDTH - 1, WIDTH, CHUNK, K_BLOCK))
-
-
-@triton.jit
 def _centred(
     q_sum,
     q_low,
@@ -485,12 +481,23 @@ def _centred(
     """Decay factors of queries and keys about the middle of the decay over their block of WIDTH rows."""
     if EXACT:
         high, low = _split(g)
-        m_low = _middle(k_low, k_low - low, WIDTH, CHUNK, K_BLOCK)
+        before_low = k_low - low
     else:
         high = g
-    m = _middle(k_sum, k_sum - high, WIDTH, CHUNK, K_BLOCK)
-    if not EXACT:
+    before = k_sum - high
+    if WIDTH == CHUNK:
+        m = 0.5 * tl.sum(high, 0)[None, :]
         m_low = m
+        if EXACT:
+            m_low = 0.5 * tl.sum(low, 0)[None, :]
+    else:
+        row = tl.arange(0, CHUNK)
+        first = row // WIDTH * WIDTH
+        last = first + WIDTH - 1
+        m = 0.5 * (_rows(before, first, CHUNK, K_BLOCK) + _rows(k_sum, last, CHUNK, K_BLOCK))
+        m_low = m
+        if EXACT:
+            m_low = 0.5 * (_rows(before_low, first, CHUNK, K_BLOCK) + _rows(k_low, last, CHUNK, K_BLOCK))
     queries = tl.exp(_difference(q_sum, q_low, m, m_low, EXACT))
     keys = tl.exp(_difference(m, m_low, k_sum, k_low, EXACT))
     return queries, keys
@@ -498,20 +505,15 @@ def _centred(
 
 @triton.jit
 def _halved(
-    q_sum,
-    q_low,
-    k_sum,
-    k_low,
-    HALF: tl.constexpr,
-    CHUNK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    EXACT: tl.constexpr,
+    q_sum, q_low, k_sum, k_low, half, CHUNK: tl.constexpr, K_BLOCK: tl.constexpr, EXACT: tl.constexpr
 ):
     """Decay factors of second-half queries since, and first-half keys until, the end of the first half."""
-    m = _pick(k_sum, HALF - 1, 2 * HALF, CHUNK, K_BLOCK)
+    row = tl.arange(0, CHUNK)
+    middle = row // (2 * half) * (2 * half) + half - 1
+    m = _rows(k_sum, middle, CHUNK, K_BLOCK)
     m_low = m
     if EXACT:
-        m_low = _pick(k_low, HALF - 1, 2 * HALF, CHUNK, K_BLOCK)
+        m_low = _rows(k_low, middle, CHUNK, K_BLOCK)
     queries = tl.exp(tl.minimum(_difference(q_sum, q_low, m, m_low, EXACT), 0.0))
     keys = tl.exp(tl.minimum(_difference(m, m_low, k_sum, k_low, EXACT), 0.0))
     return queries, keys
@@ -568,6 +570,8 @@ def _prepare(
 ):
     """Scores of a chunk [T,H,C], and q and k carrying decay, for a decay per channel; the scale goes into "
     "q."""
+    LEVELS: tl.constexpr = 6
+    tl.static_assert(CHUNK == 1 << LEVELS)
     EVEN_K: tl.constexpr = K % K_BLOCK == 0
     index = tl.program_id(0)
     h = tl.program_id(1)
@@ -606,19 +610,17 @@ def _prepare(
             fq, fk = _centred(q_sum, q_low, k_sum, k_low, g, CHUNK, CHUNK, K_BLOCK, EXACT)
             strict += tl.where(row[:, None] > row[None, :], _product(q * fq, k * fk, WIDE, PRECISION), 0.0)
         else:
-            for level in tl.static_range(2):
-                fq, fk = _halved(q_sum, q_low, k_sum, k_low, 16 << level, CHUNK, K_BLOCK, EXACT)
-                part = _product(q * fq, k * fk, WIDE, PRECISION)
-                strict += tl.where(_lower_halves(row, 16 << level), part, 0.0)
+            level = 0
             if _weakest(g, 16, CHUNK, K_BLOCK) > -_SPAN:
                 fq, fk = _centred(q_sum, q_low, k_sum, k_low, g, 16, CHUNK, K_BLOCK, EXACT)
                 part = _product(q * fq, k * fk, WIDE, PRECISION)
                 strict += tl.where(_lower_triangles(row, 16), part, 0.0)
-            else:
-                for level in tl.static_range(4):
-                    fq, fk = _halved(q_sum, q_low, k_sum, k_low, 1 << level, CHUNK, K_BLOCK, EXACT)
-                    part = _product(q * fq, k * fk, WIDE, PRECISION)
-                    strict += tl.where(_lower_halves(row, 1 << level), part, 0.0)
+                level = 4
+            while level < LEVELS:
+                fq, fk = _halved(q_sum, q_low, k_sum, k_low, 1 << level, CHUNK, K_BLOCK, EXACT)
+                part = _product(q * fq, k * fk, WIDE, PRECISION)
+                strict += tl.where(_lower_halves(row, 1 << level), part, 0.0)
+                level += 1
 
         wide = (token[:, None] * H + h) * K + ik[None, :]
         q = q * tl.exp(_whole(q_sum, q_low, EXACT)) * scale
@@ -766,6 +768,7 @@ def scan(
         STATES=states is not None,
         VARLEN=packing.varlen,
         EVEN=packing.even,
+        EXACT=dtype == torch.float32,
         PRECISION=dot_precision(dtype),
         num_warps=launch.warps,
         num_stages=launch.stages,
