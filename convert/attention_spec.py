@@ -60,6 +60,12 @@ class AttentionSpec:
         return (*inputs, self.output_name)
 
 
+def kv_bytes(spec: AttentionSpec, context: int, itemsize: int) -> int:
+    """Keys and values that one softmax layer keeps of `context` tokens."""
+    kept = context if spec.sliding_window is None else min(context, spec.sliding_window)
+    return 2 * kept * spec.num_kv_heads * spec.head_dim * itemsize
+
+
 def find_layers(model: nn.Module, config: PreTrainedConfig) -> tuple[nn.ModuleList, str]:
     """The list of decoder blocks and the name of the attention inside each.
 

@@ -1,1 +1,1 @@
-
+"""Training and measuring a student."""

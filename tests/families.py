@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 BASE: dict[str, Any] = dict(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
@@ -34,3 +36,14 @@ def random_teacher(family: str, seed: int = 0, **changes: Any) -> PreTrainedMode
             elif "proj" in name:
                 parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
     return model.eval()
+
+
+def tiny_tokenizer(folder: Path) -> None:
+    """Save a small byte-level tokenizer into a model folder."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=64, special_tokens=["<pad>", "<s>"], show_progress=False)
+    tokenizer.train_from_iterator(["the cat sat on the mat and looked at the hat"], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>", pad_token="<pad>")
+    fast.save_pretrained(folder)

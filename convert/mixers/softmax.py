@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from linearize.convert.attention_spec import kv_bytes
 from linearize.convert.mixers.base import Mixer, Rope, register
 
 
@@ -51,6 +52,4 @@ class SoftmaxAttention(Mixer):
         return self.output(heads), None
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:
-        spec = self.spec
-        kept = context if spec.sliding_window is None else min(context, spec.sliding_window)
-        return 2 * kept * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        return kv_bytes(self.spec, context, dtype.itemsize)

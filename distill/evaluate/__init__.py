@@ -1,1 +1,1 @@
-
+"""Measuring a student: one function per question, typed results."""

@@ -1,1 +1,1 @@
-
+"""Training stages, one file each."""

@@ -1,0 +1,143 @@
+"""What can be said without training: plans, tensors, mixers; and trying a student out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from linearize.convert.attention_spec import AttentionSpec, describe_attention, find_layers
+from linearize.convert.checkpoint import check_source, checkpoint_tensors, load_tokenizer
+from linearize.convert.errors import ConversionError
+from linearize.convert.export import RECORD
+from linearize.convert.mixers import MIXERS
+from linearize.convert.plan import make_plan
+from linearize.convert.size import cache_bytes
+from linearize.convert.surgery import build_student, student_mixers
+from transformers import AutoModelForCausalLM
+
+from linearize.recipes.defaults import stages_of
+from linearize.recipes.schema import Recipe
+from linearize.recipes.teachers import resolve_teacher
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a conversion would do to a teacher's tensors.
+
+    Attributes:
+        tensors: name -> (shape, "copied" | "adapted by LoRA" | "created and trained").
+    """
+
+    teacher: str
+    family: str
+    attention: dict[str, Any]
+    plan: list[dict[str, Any]]
+    tensors: dict[str, tuple[list[int], str]]
+    parameters: dict[str, int]
+    state_bytes: dict[str, int]
+    kv_bytes: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        width = max(map(len, self.tensors))
+        lines = [f"{self.teacher}: {self.family}"]
+        lines += [f"  {key:16s} {value}" for key, value in self.attention.items()]
+        lines += ["layers"]
+        lines += [f"  {i:3d}  {layer['mixer']} {layer['options'] or ''}" for i, layer in enumerate(self.plan)]
+        lines += ["tensors"]
+        lines += [f"  {name:{width}s}  {shape!s:18s} {fate}" for name, (shape, fate) in self.tensors.items()]
+        lines += [f"parameters: {', '.join(f'{count:,} {name}' for name, count in self.parameters.items())}"]
+        lines += [
+            f"bytes per sequence at {int(c):,} tokens: {self.state_bytes[c]:,} against {self.kv_bytes[c]:,} of KV cache"
+            for c in self.state_bytes
+        ]
+        return "\n".join(lines)
+
+
+def inspect_teacher(name: str, to: str, keep_softmax: str | None = None, options: dict[str, Any] | None = None) -> Inspection:
+    """Look at a teacher's configuration (no weights are read) and plan its conversion."""
+    teacher = resolve_teacher(name)
+    config = check_source(teacher.folder)
+    plan = make_plan(config.num_hidden_layers, to, keep_softmax, **(options or {}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    student = build_student(model, plan)
+    names = {module: name for name, module in student.named_modules()}
+    fates = dict.fromkeys(checkpoint_tensors(student), "copied")
+    for mixer in student_mixers(student):
+        prefix = names[mixer]
+        fates |= {f"{prefix}.{new}": "created and trained" for new in mixer.new_parameters()}
+        fates |= {f"{prefix}.{projection}.weight": "adapted by LoRA" for projection in mixer.spec.projection_names}
+    tensors = {n: (list(t.shape), fates[n]) for n, t in checkpoint_tensors(student).items()}
+    counts: dict[str, int] = {}
+    for name_, tensor in checkpoint_tensors(student).items():
+        counts[fates[name_]] = counts.get(fates[name_], 0) + tensor.numel()
+    layers, attention_name = find_layers(model, config)
+    sizes = {str(c): cache_bytes(student, c) for c in (1024, 32768)}
+    return Inspection(
+        teacher=teacher.label,
+        family=config.model_type,
+        attention=_describe(describe_attention(getattr(layers[0], attention_name), config)),
+        plan=plan.to_config(),
+        tensors=tensors,
+        parameters=counts,
+        state_bytes={c: state for c, (state, _) in sizes.items()},
+        kv_bytes={c: kv for c, (_, kv) in sizes.items()},
+    )
+
+
+def _describe(spec: AttentionSpec) -> dict[str, Any]:
+    return {key: value for key, value in asdict(spec).items() if key != "rotary"}
+
+
+def describe_recipe(recipe: Recipe) -> str:
+    """What `--dry-run` prints: the plan, the stages and what they train."""
+    report = inspect_teacher(recipe.teacher, recipe.to, recipe.keep_softmax, recipe.options)
+    transfer, lora = stages_of(recipe)
+    layers = [f"  {i:3d}  {layer['mixer']} {layer['options'] or ''}" for i, layer in enumerate(report.plan)]
+    total = sum(report.parameters.values())
+    stages = [f"  {name}: {stage.tokens:,} tokens; {stage.model_dump()}" for name, stage in (("transfer", transfer), ("lora", lora))]
+    return "\n".join(
+        [
+            f"{report.teacher} -> {recipe.to}",
+            *layers,
+            f"parameters: {', '.join(f'{count:,} {name}' for name, count in report.parameters.items())}",
+            *stages,
+            f"data: {recipe.data or 'the standard library of this Python'}",
+            f"disk: about {total * 4 / 2**20:.0f} MiB as float32",
+            "nothing was written (dry run)",
+        ]
+    )
+
+
+def mixer_table() -> dict[str, dict[str, Any]]:
+    """Every mixer: its first line of documentation and its options."""
+    return {
+        name: {
+            "about": (mixer.__doc__ or "").strip().splitlines()[0],
+            "options": {
+                option: {"default": field.default, "description": field.description or ""}
+                for option, field in mixer.Options.model_fields.items()
+            },
+        }
+        for name, mixer in sorted(MIXERS.items())
+    }
+
+
+def continue_prompt(directory: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
+    """Generate with an exported student; returns the continuation alone."""
+    if not (directory / RECORD).is_file():
+        raise ConversionError(f"{directory} is not an exported student: it has no {RECORD}")
+    tokenizer = load_tokenizer(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    torch.manual_seed(seed)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    made = model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)
+    return tokenizer.decode(made[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
