@@ -100,7 +100,7 @@ def _to_chunks(x_BTHD: Tensor, C: int, dtype: torch.dtype) -> Tensor:
     x_BHTD = x_BTHD.to(dtype).transpose(1, 2)
     if T % C:
         x_BHTD = F.pad(x_BHTD, (0, 0, 0, -T % C))
-    return x_BHTD.reshape(-1, C, D)
+    return x_BHTD.reshape(-1, C, D).contiguous()  # the reshape may be a view with gaps
 
 
 def _scalar_to_chunks(log_decay: Tensor, B: int, T: int, C: int, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def scan_launch(a_width: int, c_width: int, itemsize: int, *, stores_states: bool = False) -> Launch:
+def scan_launch(a_width: int, c_width: int, itemsize: int, *, rowdot: bool = False) -> Launch:
     """`_scan`: the state is `padded(a_width)` by `block`."""
     a_block = padded(a_width)
     if itemsize > 2:  # float32: registers and shared memory are short, and speed is not the point
@@ -34,7 +34,7 @@ def scan_launch(a_width: int, c_width: int, itemsize: int, *, stores_states: boo
         return Launch(min(64, padded(c_width)), 8, 1)
     if a_block <= 64 and c_width > 128:
         return Launch(128, 4, 2)
-    return Launch(min(64, padded(c_width)), 4, 2)
+    return Launch(min(64, padded(c_width)), 8 if rowdot else 4, 2)
 
 
 def prepare_launch(width: int, itemsize: int) -> Launch:

@@ -71,7 +71,7 @@ def _pair_gradients(dscores, q, k, fq, fk, WIDE: tl.constexpr, PRECISION: tl.con
     return dq * fq, dk * fk, dq * q_wide.to(tl.float32) - dk * k_wide.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "T"])
 def _finish(
     q_ptr,
     k_ptr,
@@ -89,24 +89,24 @@ def _finish(
     cu_chunks_ptr,
     N,
     T,
-    H,
+    H: tl.constexpr,
     scale,
     q_b,
-    q_t,
+    q_t: tl.constexpr,
     q_h,
     k_b,
-    k_t,
+    k_t: tl.constexpr,
     k_h,
     v_b,
-    v_t,
+    v_t: tl.constexpr,
     v_h,
     do_b,
-    do_t,
+    do_t: tl.constexpr,
     do_h,
     g_b,
-    g_t,
+    g_t: tl.constexpr,
     g_h,
-    g_k,
+    g_k: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -128,7 +128,7 @@ def _finish(
     blocks: tl.constexpr = (K + K_BLOCK - 1) // K_BLOCK
     block = tl.program_id(0) % blocks
     index = tl.program_id(0) // blocks
-    h = tl.program_id(1)
+    h = tl.program_id(1).to(tl.int64)
     if VARLEN:
         if index >= tl.load(cu_chunks_ptr + N):
             return
@@ -136,12 +136,12 @@ def _finish(
     row = tl.arange(0, CHUNK)
     t = chunk * CHUNK + row
     ok = t < length
-    t64 = first_row + t.to(tl.int64)
+    first = first_row + chunk * CHUNK
     ik = block * K_BLOCK + tl.arange(0, K_BLOCK)
     k_ok = ik < K
 
-    do_base = do_ptr + batch * do_b + h * do_h + t64[:, None] * do_t
-    v_base = v_ptr + batch * v_b + h * v_h + t64[:, None] * v_t
+    do_base = do_ptr + batch * do_b + h * do_h + first * do_t + row[:, None] * do_t
+    v_base = v_ptr + batch * v_b + h * v_h + first * v_t + row[:, None] * v_t
     dscores = tl.zeros([CHUNK, CHUNK], tl.float32)
     for v0 in range(0, V, V_BLOCK):
         iv = v0 + tl.arange(0, V_BLOCK)
@@ -155,9 +155,22 @@ def _finish(
     dscores = tl.where(row[:, None] > row[None, :], dscores, 0.0)
 
     # Pairs inside the chunk.
-    q = _tile(q_ptr + batch * q_b + h * q_h + t64[:, None] * q_t + ik[None, :], ok, k_ok, EVEN, EVEN_K)
-    k = _tile(k_ptr + batch * k_b + h * k_h + t64[:, None] * k_t + ik[None, :], ok, k_ok, EVEN, EVEN_K)
-    g = _tile(g_ptr + batch * g_b + h * g_h + t64[:, None] * g_t + ik[None, :] * g_k, ok, k_ok, EVEN, EVEN_K)
+    q = _tile(
+        q_ptr + batch * q_b + h * q_h + first * q_t + (row[:, None] * q_t + ik[None, :]),
+        ok,
+        k_ok,
+        EVEN,
+        EVEN_K,
+    )
+    k = _tile(
+        k_ptr + batch * k_b + h * k_h + first * k_t + (row[:, None] * k_t + ik[None, :]),
+        ok,
+        k_ok,
+        EVEN,
+        EVEN_K,
+    )
+    g_spot = g_ptr + batch * g_b + h * g_h + first * g_t + (row[:, None] * g_t + ik[None, :] * g_k)
+    g = _tile(g_spot, ok, k_ok, EVEN, EVEN_K)
     g = tl.maximum(g, _FLOOR)
     q_sum, q_low, k_sum, k_low = _log_decays(g, BONUS, EXACT)
     total = tl.sum(g, 0)
@@ -205,8 +218,7 @@ def _finish(
     dk += dk_state
     q = q.to(tl.float32)
     k = k.to(tl.float32)
-    token = batch * T + t64
-    wide = (token[:, None] * H + h) * K + ik[None, :]
+    wide = ((batch * T + first) * H + h) * K + (row[:, None] * (H * K) + ik[None, :])
     if DECAY_GRADIENT:
         x = dq_state * q
         # The last row's z counts for nothing here, but is large beside the others when decays are strong.
@@ -229,7 +241,7 @@ def _finish(
     _put(dk_ptr + wide, dk.to(dk_ptr.dtype.element_ty), ok, k_ok, EVEN, EVEN_K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H"])
 def _decay_gradient(
     x_ptr,
     y_ptr,
@@ -258,7 +270,7 @@ def _decay_gradient(
     """
     nh = tl.program_id(0)
     n = (nh // H).to(tl.int64)
-    h = nh % H
+    h = (nh % H).to(tl.int64)
     if VARLEN:
         first_row = tl.load(cu_ptr + n).to(tl.int64)
         length = (tl.load(cu_ptr + n + 1).to(tl.int64) - first_row).to(tl.int32)
@@ -412,7 +424,7 @@ def _by_roles(
         reverse=True,
         scale=scale,
     )
-    dg = None if x is None or y is None else _token_decay_gradient(x, y, g, end, dend, packing)
+    dg = None if x is None or y is None or g is None else _token_decay_gradient(x, y, g, end, dend, packing)
     return dq, dk, dv, dg, None, dstart
 
 

@@ -87,6 +87,37 @@ def _step(
     tl.store(o_ptr + (b * H + h) * V + iv, o.to(o_ptr.dtype.element_ty), mask=v_ok)
 
 
+@torch.library.custom_op(
+    "linearize::linear_attention_step",
+    mutates_args=("state",),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) state, Tensor? g, Tensor? bonus, float scale) "
+    "-> Tensor",
+)
+def _step_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    g: Tensor | None,
+    bonus: Tensor | None,
+    scale: float,
+) -> Tensor:
+    return _launch(q, k, v, state, g, bonus, scale)
+
+
+@_step_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    g: Tensor | None,
+    bonus: Tensor | None,
+    scale: float,
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
 def step(
     q_BHK: Tensor,
     k_BHK: Tensor,
@@ -96,15 +127,29 @@ def step(
     bonus_HK: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Launch `_step`; arguments as `linear_attention_step`, already checked."""
+    """Arguments as `linear_attention_step`, already checked. A custom operator only to torch.compile."""
+    run = _step_op if torch.compiler.is_compiling() else _launch
+    return run(q_BHK, k_BHK, v_BHV, state_BHKV, log_decay, bonus_HK, scale)
+
+
+def _launch(
+    q_BHK: Tensor,
+    k_BHK: Tensor,
+    v_BHV: Tensor,
+    state_BHKV: Tensor,
+    log_decay: Tensor | None,
+    bonus_HK: Tensor | None,
+    scale: float,
+) -> Tensor:
     (B, H, K), V = q_BHK.shape, v_BHV.shape[2]
     o = torch.empty(B, H, V, dtype=v_BHV.dtype, device=v_BHV.device)
     launch = step_launch(K, V)
     programs = B * H * -(-V // launch.block)
     if programs == 0:
         return o
+    g_strides: tuple[int, ...] = (0, 0, 0)
     if log_decay is None:
-        g_strides = (0, 0, 0)
+        pass
     elif log_decay.dim() == 1:
         g_strides = (0, log_decay.stride(0), 0)
     else:

@@ -18,6 +18,8 @@ Suffixes: B batch, N sequences, T time, H heads, K key width, V value width, C c
 # ruff: noqa: SIM102, SIM108  (branches on compile-time constants read and compile best as statements)
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -90,7 +92,7 @@ def _difference(a, a_low, b, b_low, EXACT: tl.constexpr):
         return a - b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "segments", "chunks_per_segment"])
 def _scan(
     a_ptr,
     b_ptr,
@@ -106,7 +108,7 @@ def _scan(
     cu_ptr,
     cu_chunks_ptr,
     T,
-    H,
+    H: tl.constexpr,
     segments,
     chunks_per_segment,
     out_scale,
@@ -115,22 +117,22 @@ def _scan(
     rowdot_stride,
     rowdot_part,
     a_b,
-    a_t,
+    a_t: tl.constexpr,
     a_h,
     b_b,
-    b_t,
+    b_t: tl.constexpr,
     b_h,
     c_b,
-    c_t,
+    c_t: tl.constexpr,
     c_h,
     o_b,
-    o_t,
+    o_t: tl.constexpr,
     o_h,
     e_b,
-    e_t,
+    e_t: tl.constexpr,
     e_h,
     g_b,
-    g_t,
+    g_t: tl.constexpr,
     g_h,
     s_n,
     s_h,
@@ -169,6 +171,7 @@ def _scan(
     SCORES: 0 none, 1 P = a bᵀ with the decay, 2 P read from `scores_ptr` (transposed when REVERSE).
     DECAY: 0 none, 1 log decay per token at `decay_ptr`, 2 decay over each chunk per row of the state (a and
     b then carry the decay inside the chunk).
+    Strides in time are compile-time constants: offsets inside a tile then cost no registers.
     ROWDOT: also store Σ extra_i out_i without the term j = i, for the gradient of the log decay: the part
     inside the chunk and the part from the state.
     STATES: also store the state each chunk starts from.
@@ -181,7 +184,7 @@ def _scan(
     rest = pid // blocks
     segment = rest % segments
     rest = rest // segments
-    h = rest % H
+    h = (rest % H).to(tl.int64)
     n = (rest // H).to(tl.int64)
 
     if VARLEN:
@@ -218,9 +221,7 @@ def _scan(
 
     if START:
         state_ok = a_ok[:, None] & c_ok[None, :]
-        start = (
-            start_ptr + n * s_n + h * s_h + segment * s_s + ia[:, None] * s_a + ic[None, :].to(tl.int64) * s_c
-        )
+        start = start_ptr + n * s_n + h * s_h + segment * s_s + ia[:, None] * s_a + ic[None, :] * s_c
         state = tl.load(start, mask=state_ok, other=0.0).to(tl.float32) * start_scale
     else:
         state = tl.zeros([A_BLOCK, C_BLOCK], tl.float32)
@@ -232,14 +233,14 @@ def _scan(
             chunk = lowest + i
         t = chunk * CHUNK + row
         ok = t < length
-        t64 = t.to(tl.int64)
-        b = _tile(b_base + t64[:, None] * b_t + ia[None, :], ok, a_ok, EVEN, EVEN_A)
-        c = _tile(c_base + t64[:, None] * c_t + ic[None, :], ok, c_ok, EVEN, EVEN_C)
+        first = (chunk * CHUNK).to(tl.int64)  # offsets inside a tile fit 32 bits, those of its start may not
+        b = _tile(b_base + first * b_t + (row[:, None] * b_t + ia[None, :]), ok, a_ok, EVEN, EVEN_A)
+        c = _tile(c_base + first * c_t + (row[:, None] * c_t + ic[None, :]), ok, c_ok, EVEN, EVEN_C)
 
         if STATES:
             spot = ((first_chunk + chunk) * H + h) * (A_WIDTH * C_WIDTH)
             _put(
-                states_ptr + spot + ia[:, None] * C_WIDTH + ic[None, :],
+                states_ptr + spot + (ia[:, None] * C_WIDTH + ic[None, :]),
                 state.to(states_ptr.dtype.element_ty),
                 a_ok,
                 c_ok,
@@ -248,9 +249,9 @@ def _scan(
             )
         if DECAY == 1:
             if EVEN:
-                g = tl.load(g_base + t64 * g_t)
+                g = tl.load(g_base + first * g_t + row * g_t)
             else:
-                g = tl.load(g_base + t64 * g_t, mask=ok, other=0.0)
+                g = tl.load(g_base + first * g_t + row * g_t, mask=ok, other=0.0)
             if EXACT:
                 high, low = _split(g)
                 G_low = tl.cumsum(low, 0)
@@ -273,14 +274,14 @@ def _scan(
                 update_decay = to_end
 
         if OUTPUT:
-            a = _tile(a_base + t64[:, None] * a_t + ia[None, :], ok, a_ok, EVEN, EVEN_A)
+            a = _tile(a_base + first * a_t + (row[:, None] * a_t + ia[None, :]), ok, a_ok, EVEN, EVEN_A)
             if SCORES == 1:
                 scores = tl.dot(a, tl.trans(b), input_precision=PRECISION)
             out = tl.dot(a, state.to(a.dtype), input_precision=PRECISION)
             if DECAY == 1:
                 out = out * row_decay[:, None]
             if ROWDOT:
-                e = _tile(e_base + t64[:, None] * e_t + ic[None, :], ok, c_ok, EVEN, EVEN_C)
+                e = _tile(e_base + first * e_t + (row[:, None] * e_t + ic[None, :]), ok, c_ok, EVEN, EVEN_C)
                 from_state = tl.sum(out * e.to(tl.float32), 1)
             if SCORES == 1:
                 if REVERSE:
@@ -299,14 +300,18 @@ def _scan(
                     own = row[:, None] == row[None, :]
                     diagonal = tl.sum(tl.where(own, scores, 0.0), 1)
                     inside = tl.dot(tl.where(own, 0.0, scores).to(c.dtype), c, input_precision=PRECISION)
-                    dots = rowdot_ptr + block * rowdot_stride + (batch * H + h) * T + first_row + t64
+                    dots = rowdot_ptr + block * rowdot_stride + (batch * H + h) * T + first_row + first + row
                     tl.store(dots, tl.sum(inside * e.to(tl.float32), 1) * out_scale, mask=ok)
                     tl.store(dots + rowdot_part, from_state * out_scale, mask=ok)
                     out += inside + diagonal[:, None] * c.to(tl.float32)
                 else:
                     out = tl.dot(scores.to(c.dtype), c, out, input_precision=PRECISION)
             if SCORES == 2:
-                spot = scores_ptr + ((token + t64[:, None]) * H + h) * CHUNK + row[None, :]
+                spot = (
+                    scores_ptr
+                    + ((token + first) * H + h) * CHUNK
+                    + (row[:, None] * (H * CHUNK) + row[None, :])
+                )
                 if EVEN:
                     scores = tl.load(spot)
                 else:
@@ -315,7 +320,7 @@ def _scan(
                     scores = tl.trans(scores)
                 out = tl.dot(scores, c, out, input_precision=PRECISION)
             _put(
-                o_base + t64[:, None] * o_t + ic[None, :],
+                o_base + first * o_t + (row[:, None] * o_t + ic[None, :]),
                 (out * out_scale).to(out_ptr.dtype.element_ty),
                 ok,
                 c_ok,
@@ -333,11 +338,11 @@ def _scan(
 
     if END:
         state_ok = a_ok[:, None] & c_ok[None, :]
-        end = end_ptr + n * f_n + h * f_h + segment * f_s + ia[:, None] * f_a + ic[None, :].to(tl.int64) * f_c
+        end = end_ptr + n * f_n + h * f_h + segment * f_s + ia[:, None] * f_a + ic[None, :] * f_c
         tl.store(end, state * end_scale, mask=state_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments", "H"])
 def _join_segments(
     states_ptr,
     decay_ptr,
@@ -419,7 +424,7 @@ def _rows(x, index, CHUNK: tl.constexpr, K_BLOCK: tl.constexpr):
 
 @triton.jit
 def _lower_halves(row, half):
-    """Pairs (query, key) of one block of 2·half rows, the query in its second half and the key in its first."""
+    """Pairs (query, key) of one block of 2·half rows, the query in its second half, the key in its first."""
     block = row // half
     return (block[:, None] == block[None, :] + 1) & (block[:, None] % 2 == 1)
 
@@ -532,7 +537,7 @@ def _weakest(g, WIDTH: tl.constexpr, CHUNK: tl.constexpr, K_BLOCK: tl.constexpr)
     return tl.min(tl.min(sums, 1), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "T"])
 def _prepare(
     q_ptr,
     k_ptr,
@@ -546,18 +551,18 @@ def _prepare(
     cu_chunks_ptr,
     N,
     T,
-    H,
+    H: tl.constexpr,
     scale,
     q_b,
-    q_t,
+    q_t: tl.constexpr,
     q_h,
     k_b,
-    k_t,
+    k_t: tl.constexpr,
     k_h,
     g_b,
-    g_t,
+    g_t: tl.constexpr,
     g_h,
-    g_k,
+    g_k: tl.constexpr,
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -574,7 +579,7 @@ def _prepare(
     tl.static_assert(CHUNK == 1 << LEVELS)
     EVEN_K: tl.constexpr = K % K_BLOCK == 0
     index = tl.program_id(0)
-    h = tl.program_id(1)
+    h = tl.program_id(1).to(tl.int64)
     if VARLEN:
         if index >= tl.load(cu_chunks_ptr + N):
             return
@@ -582,17 +587,29 @@ def _prepare(
     row = tl.arange(0, CHUNK)
     t = chunk * CHUNK + row
     ok = t < length
-    t64 = first_row + t.to(tl.int64)
-    token = batch * T + t64
+    first = first_row + chunk * CHUNK
+    token = batch * T + first
 
     strict = tl.zeros([CHUNK, CHUNK], tl.float32)
     diagonal = tl.zeros([CHUNK], tl.float32)
     for k0 in range(0, K, K_BLOCK):
         ik = k0 + tl.arange(0, K_BLOCK)
         k_ok = ik < K
-        q = _tile(q_ptr + batch * q_b + h * q_h + t64[:, None] * q_t + ik[None, :], ok, k_ok, EVEN, EVEN_K)
-        k = _tile(k_ptr + batch * k_b + h * k_h + t64[:, None] * k_t + ik[None, :], ok, k_ok, EVEN, EVEN_K)
-        g_spot = g_ptr + batch * g_b + h * g_h + t64[:, None] * g_t + ik[None, :] * g_k
+        q = _tile(
+            q_ptr + batch * q_b + h * q_h + first * q_t + (row[:, None] * q_t + ik[None, :]),
+            ok,
+            k_ok,
+            EVEN,
+            EVEN_K,
+        )
+        k = _tile(
+            k_ptr + batch * k_b + h * k_h + first * k_t + (row[:, None] * k_t + ik[None, :]),
+            ok,
+            k_ok,
+            EVEN,
+            EVEN_K,
+        )
+        g_spot = g_ptr + batch * g_b + h * g_h + first * g_t + (row[:, None] * g_t + ik[None, :] * g_k)
         g = _tile(g_spot, ok, k_ok, EVEN, EVEN_K)
         g = tl.maximum(g, _FLOOR)
         q = q.to(tl.float32)
@@ -622,7 +639,7 @@ def _prepare(
                 strict += tl.where(_lower_halves(row, 1 << level), part, 0.0)
                 level += 1
 
-        wide = (token[:, None] * H + h) * K + ik[None, :]
+        wide = (token * H + h) * K + (row[:, None] * (H * K) + ik[None, :])
         q = q * tl.exp(_whole(q_sum, q_low, EXACT)) * scale
         k = k * tl.exp(_to_end(k_sum, k_low, g, EXACT))
         _put(q_out_ptr + wide, q.to(q_out_ptr.dtype.element_ty), ok, k_ok, EVEN, EVEN_K)
@@ -631,7 +648,7 @@ def _prepare(
 
     own = row[:, None] == row[None, :]
     scores = tl.where(own, diagonal[:, None], strict) * scale
-    spot = scores_ptr + (token[:, None] * H + h) * CHUNK + row[None, :]
+    spot = scores_ptr + (token * H + h) * CHUNK + (row[:, None] * (H * CHUNK) + row[None, :])
     if EVEN:
         tl.store(spot, scores.to(scores_ptr.dtype.element_ty))
     else:
@@ -715,7 +732,7 @@ def scan(
     """Launch `_scan`. start and end are [N,H,A,C], or [N,H,S,A,C] when there are segments; any strides."""
     H, A, C = a.shape[2], a.shape[3], c.shape[3]
     dtype = c.dtype
-    launch = launch or scan_launch(A, C, dtype.itemsize, stores_states=states is not None)
+    launch = launch or scan_launch(A, C, dtype.itemsize, rowdot=rowdot is not None)
     programs = packing.sequences * H * segments * triton.cdiv(C, launch.block)
     if programs == 0:
         return
@@ -900,20 +917,17 @@ def forward(
     V = v.shape[3]
     o = torch.empty(B, T, H, V, dtype=v.dtype, device=v.device)
     end = torch.empty(packing.sequences, H, K, V, dtype=torch.float32, device=v.device) if want_end else None
-    with_scores = bonus is not None or (g is not None and g.dim() == 4)
-    if with_scores:
+    decay: dict[str, Any] = {} if g is None else {"log_decay": g}
+    scores = None
+    if bonus is not None or (g is not None and g.dim() == 4):
         q, k, scores, total = prepare(packing, q, k, per_channel(g, q), bonus, scale)
-        extra = {"scores": scores, "total": total}
-    else:
-        extra = {} if g is None else {"log_decay": g}
-        extra["scale"] = scale
+        decay, scale = {"total": total}, 1.0
     count = cuts(packing.sequences, T, H, K, V, q, packing.varlen)
     if count == 1:
-        scan(packing, q, k, v, out=o, start=start, end=end, **extra)
+        scan(packing, q, k, v, out=o, scores=scores, start=start, end=end, scale=scale, **decay)
         return o, end, None
-    decay = {name: x for name, x in extra.items() if name in ("log_decay", "total")}
     states = segment_states(packing, k, v, segments=count, start=start, end=end, **decay)
-    scan(packing, q, k, v, out=o, start=states, segments=count, **extra)
+    scan(packing, q, k, v, out=o, scores=scores, start=states, segments=count, scale=scale, **decay)
     return o, end, states
 
 

@@ -224,3 +224,58 @@ def test_what_has_no_kernel_says_so():
         linear_attention(**x, backend="triton")
     with pytest.raises(RuntimeError, match="float64"):
         linear_attention(**{name: value[..., :8].double() for name, value in x.items()}, backend="triton")
+
+
+@pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
+def test_the_operators_are_sound(decay):
+    """torch's own checks: schema, registration, shapes without data, and tracing."""
+    from linearize.kernels.linear_attention import triton_backward
+
+    x = [v.float().requires_grad_() for v in draw_inputs(10, 1, 70, 2, 16, 16, decay, states=1).values()]
+    q, k, v, *g, start = x
+    torch.library.opcheck(
+        triton_backward._forward_op, (q, k, v, g[0] if g else None, None, start, 0.25, None, True)
+    )
+
+
+@pytest.mark.parametrize("decay", ["none", "vector"])
+def test_torch_compile(decay):
+    x = [v.float().requires_grad_() for v in draw_inputs(11, 1, 70, 2, 16, 16, decay).values()]
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return linear_attention(*inputs, backend="triton")[0].square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for ours, expected in zip(
+        torch.autograd.grad(compiled(*x), x), torch.autograd.grad(loss(*x), x), strict=True
+    ):
+        assert torch.equal(ours, expected)
+
+
+def test_torch_compile_step():
+    x = {name: value.float() for name, value in draw_inputs(12, 2, 1, 2, 16, 16, "vector", states=2).items()}
+    token = [x[name][:, 0] for name in ("q", "k", "v")]
+    states = [x["initial_state"].clone() for _ in range(2)]
+
+    def step(state: Tensor) -> Tensor:
+        return linear_attention_step(*token, state, x["log_decay"][:, 0], backend="triton")
+
+    torch._dynamo.reset()
+    outputs = [step(states[0]), torch.compile(step, fullgraph=True, backend="aot_eager")(states[1])]
+    assert torch.equal(*outputs)
+    assert torch.equal(*states)
+
+
+def test_mixed_dtypes_and_autocast():
+    x = {
+        name: v.float()
+        for name, v in draw_inputs(13, 1, 70, 1, 16, 16, "vector", dtype=torch.float16).items()
+    }
+    expected, _ = linear_attention(**x)
+    o, _ = linear_attention(**{**x, "v": x["v"].half()}, backend="triton")
+    assert o.dtype == torch.float16
+    assert (o - expected).norm() <= 1e-3 * expected.norm()
+    with torch.autocast("cpu", torch.float16):
+        o, _ = linear_attention(**x, backend="triton")
+    assert (o - expected).norm() <= 2e-3 * expected.norm()
