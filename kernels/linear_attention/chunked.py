@@ -256,10 +256,8 @@ class _StateScan(torch.autograd.Function):
         state = update.new_zeros(BH, K, V) if initial is None else initial
         for n in range(N):
             states[:, n] = state
-            if total is None:
-                state = state + update[:, n]
-            else:
-                state = torch.addcmul(update[:, n], total[:, n, :, None], state)
+            carried = state if total is None else state * total[:, n, :, None]
+            state = carried + update[:, n]
         ctx.save_for_backward(total, states)
         ctx.has_initial = initial is not None
         return states, state

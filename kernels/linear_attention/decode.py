@@ -32,7 +32,7 @@ def linear_attention_step(
         log_decay: None, [H], [B, H] or [B, H, K], natural log, <= 0. Default: no decay.
         bonus: [H, K] or None: RWKV-6's u; the output then reads `S_{t-1} + diag(u) k vᵀ`.
         scale: multiplies the output. Default: `K ** -0.5`.
-        backend: "auto" (Triton on CUDA, else plain torch), "triton", "chunked" or "reference" (both plain torch).
+        backend: "auto" (Triton on CUDA, else plain torch), "triton", "chunked" or "reference" (one here).
 
     Returns:
         o: [B, H, V] in v's dtype.

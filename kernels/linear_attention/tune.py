@@ -225,26 +225,25 @@ def vector_pieces(inputs, label) -> None:
             ),
             None,
         )
-    for block, warps, v_block in (
-        (64, 8, 64),
-        (32, 8, 64),
-        (32, 4, 64),
-        (64, 4, 64),
-        (64, 8, 128),
-        (32, 4, 128),
-        (32, 4, 32),
-        (64, 8, 32),
+    for block, warps, stages, v_block in (
+        (64, 8, 1, 64),
+        (64, 8, 2, 64),
+        (32, 8, 2, 64),
+        (32, 4, 1, 64),
+        (32, 4, 2, 64),
+        (32, 4, 3, 64),
+        (32, 4, 2, 32),
+        (64, 8, 2, 128),
+        (64, 4, 2, 64),
     ):
-        if left() < 60:
-            return
-        pick = (launch.Launch(block, warps, 1), v_block)
+        pick = (launch.Launch(block, warps, stages), v_block)
         with together(patched(finish=pick)):
             candidate(
                 "finish",
                 label,
-                (block, warps, v_block),
+                (block, warps, stages, v_block),
                 lambda: finish(packing, q, k, v, g, states, dstates, launch_=pick),
-                (lambda: check(K, V, "vector")) if not wide else None,
+                None if wide else lambda: check(K, V, "vector"),
             )
 
 
