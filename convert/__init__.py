@@ -1,6 +1,6 @@
 """Surgery and checkpoints, no training. Importing this package lets `AutoModelForCausalLM` load students."""
 
-from linearize.convert import model as _model  # registers the student classes
+from linearize.convert import model as _model  # noqa: F401  registers the student classes
 from linearize.convert.errors import ConversionError
 from linearize.convert.export import export
 from linearize.convert.plan import LayerPlan, Plan, make_plan

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from linearize.convert.errors import ConversionError
 from torch import nn
 from transformers import PreTrainedConfig
-
-from linearize.convert.errors import ConversionError
 
 ATTENTION_NAMES = ("self_attn", "attention", "self_attention", "attn")
 SEPARATE = ("q_proj", "k_proj", "v_proj")
@@ -138,7 +137,7 @@ def _norm_kind(attention: nn.Module, head_dim: int) -> Literal["head", "full"] |
     return "full" if weight is not None and weight.shape[-1] != head_dim else "head"
 
 
-def _sliding_window(attention: nn.Module, config: PreTrainedConfig) -> int | None:
+def _sliding_window(attention: Any, config: PreTrainedConfig) -> int | None:
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     layer_types = getattr(config, "layer_types", None)

@@ -21,7 +21,7 @@ State = dict[str, torch.Tensor]
 class MixerCacheLayer(CacheLayerMixin):
     """The state of one mixer. `state` is None until the first tokens were read."""
 
-    is_compileable = False
+    is_compileable = True  # its shapes are fixed; static masks of kept layers depend on this being said
     is_croppable = False
     supports_early_init = False
     is_sliding = False
@@ -72,7 +72,9 @@ class MixerCacheLayer(CacheLayerMixin):
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._select(torch.arange(indices.numel(), device=indices.device)[indices] if indices.dtype == torch.bool else indices)
+        self._select(
+            torch.arange(indices.numel(), device=indices.device)[indices] if indices.dtype == torch.bool else indices
+        )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
     from linearize.convert.mixers.base import Mixer, Rope
@@ -30,7 +30,7 @@ class CalibrationSample:
 
 
 @torch.no_grad()
-def calibrate(student: nn.Module, mixers: list[Mixer], input_ids: torch.Tensor) -> None:
+def calibrate(student: PreTrainedModel, mixers: list[Mixer], input_ids: torch.Tensor) -> None:
     """Run the teacher over `input_ids` `[B, T]` once and let every mixer set its new tensors.
 
     The teacher's output goes on to the next layer, so each mixer sees what the teacher's attention saw.

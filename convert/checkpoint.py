@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from linearize.convert.errors import ConversionError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-from linearize.convert.errors import ConversionError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -44,7 +43,9 @@ def resolve_source(source: str | Path, revision: str | None = None) -> Path:
         raise ConversionError(f"{text} is not a model: no such folder, and not a Hub id ({error})") from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code < 500:
-            raise ConversionError(f"{text}: the Hub answered {error.response.status_code}; check the id and your token") from None
+            raise ConversionError(
+                f"{text}: the Hub answered {error.response.status_code}; check the id and your token"
+            ) from None
         raise ConversionError(
             f"{text} is not a local folder and the Hub cannot be reached; download it first or give a local path"
         ) from None
@@ -68,7 +69,9 @@ def check_source(folder: Path) -> Any:
     if getattr(config, "linearize", None):
         raise ConversionError(f"{folder} is a linearized student already; convert its teacher instead")
     if config.is_encoder_decoder:
-        raise ConversionError(f"{folder} is an encoder-decoder ({config.model_type}); only decoder language models convert")
+        raise ConversionError(
+            f"{folder} is an encoder-decoder ({config.model_type}); only decoder language models convert"
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConversionError(
             f"{folder} is no decoder language model: {config.model_type} has no causal language-model head in transformers"
@@ -104,7 +107,10 @@ def _check_safetensors(file: Path) -> None:
 
 
 def load_teacher(
-    source: str | Path, dtype: torch.dtype | str = "auto", device: str | torch.device = "cpu", revision: str | None = None
+    source: str | Path,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
 ) -> PreTrainedModel:
     """Load a decoder, checked: complete, finite, safetensors.
 
@@ -118,15 +124,18 @@ def load_teacher(
     config = check_source(folder)
     # SDPA knows no softcap; a model that has one is only itself under eager attention.
     eager = getattr(config, "attn_logit_softcapping", None) is not None
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="eager" if eager else "sdpa",
         use_safetensors=True,
         output_loading_info=True,
     )
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
-        raise ConversionError(f"{folder}: {len(missing)} tensors are missing, the first {missing[0]}; download it again")
+        raise ConversionError(
+            f"{folder}: {len(missing)} tensors are missing, the first {missing[0]}; download it again"
+        )
     check_finite(model, str(folder))
     return model.to(device).eval()
 
@@ -136,7 +145,9 @@ def check_finite(model: torch.nn.Module, what: str) -> None:
     for name, tensor in model.named_parameters():
         if not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
-            raise ConversionError(f"{what}: {name} holds {bad} values that are NaN or infinite; the checkpoint is damaged")
+            raise ConversionError(
+                f"{what}: {name} holds {bad} values that are NaN or infinite; the checkpoint is damaged"
+            )
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -145,7 +156,9 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         ConversionError: there is none, or it does not load.
     """
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")):
+    if not any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+    ):
         raise ConversionError(f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
     try:
         return AutoTokenizer.from_pretrained(folder)
@@ -161,7 +174,9 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, tensor in model.state_dict().items():
         is_tied = name in tied and name in parameters
-        if is_tied and any(parameters[name] is p for other, p in parameters.items() if other != name and other not in tied):
+        if is_tied and any(
+            parameters[name] is p for other, p in parameters.items() if other != name and other not in tied
+        ):
             continue
         tensors[name] = tensor.detach()
     return tensors

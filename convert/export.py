@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from linearize.convert.checkpoint import checkpoint_tensors, weight_files, write_tensors
+from linearize.convert.errors import ConversionError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
-
-from linearize.convert.checkpoint import checkpoint_tensors, weight_files, write_tensors
-from linearize.convert.errors import ConversionError
 
 RECORD = "linearize.json"
 PARITY = "linearize_parity.safetensors"
@@ -81,7 +80,9 @@ def export(
     _write_config(student, partial)
     _write_parity(student, partial)
     ledger = make_ledger(tensors, source)
-    (partial / RECORD).write_text(json.dumps({**(record or {}), "files": files, **dataclasses.asdict(ledger)}, indent=1))
+    (partial / RECORD).write_text(
+        json.dumps({**(record or {}), "files": files, **dataclasses.asdict(ledger)}, indent=1)
+    )
     if out.exists():
         out.rmdir()
     os.replace(partial, out)

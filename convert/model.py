@@ -8,26 +8,24 @@ which family it is stands in that field, so `AutoModelForCausalLM` finds the cla
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
+from linearize.convert.attention_spec import describe_attention, find_layers
+from linearize.convert.cache import MixerCache, new_cache
+from linearize.convert.errors import ConversionError
+from linearize.convert.mixers import MIXERS, Mixer
+from linearize.convert.plan import Plan, mixer_class
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-from linearize.convert.attention_spec import describe_attention, find_layers
-from linearize.convert.cache import MixerCache, new_cache
-from linearize.convert.errors import ConversionError
-from linearize.convert.mixers import MIXERS, Mixer
-from linearize.convert.plan import Plan, mixer_class
-
 MODEL_TYPE = "linearized"
 PACKAGE_VERSION = 1
 """Version of the `linearize` field; a reader refuses what is newer."""
 
-ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
 class LinearizedConfig(PreTrainedConfig):
@@ -43,7 +41,8 @@ class LinearizedConfig(PreTrainedConfig):
             raise ConversionError("config.json has model_type 'linearized' but no 'linearize' field; convert again")
         if field["version"] > PACKAGE_VERSION:
             raise ConversionError(f"this student was written by a newer linearize (format {field['version']}); upgrade")
-        return student_config_class(CONFIG_MAPPING[field["base_model_type"]]).from_dict(config_dict, **kwargs)
+        base: Any = CONFIG_MAPPING[field["base_model_type"]]
+        return student_config_class(base).from_dict(config_dict, **kwargs)
 
 
 class _StudentConfigMixin:
@@ -61,7 +60,7 @@ class Linearized:
     _is_stateful = True  # assisted decoding would have to take tokens back
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         install_mixers(cast(PreTrainedModel, self), config.plan)
 
     @property
@@ -116,6 +115,9 @@ class Linearized:
             return None
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch, max_length)  # type: ignore[misc]
 
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return False  # the first call makes the states, so a graph of it would be of no use
+
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("continuous batching needs a paged KV cache, which recurrent mixers have not; use generate()")
 
@@ -140,12 +142,17 @@ def install_mixers(model: PreTrainedModel, plan: Plan) -> None:
 
 
 @functools.cache
-def student_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+def student_config_class(base: Any) -> Any:
     """The configuration class of students of one family, registered with the auto classes."""
     config_class = type(
         "Linearized" + base.__name__,
         (_StudentConfigMixin, base),
-        {"model_type": MODEL_TYPE, "linearize": None, "__annotations__": {"linearize": "dict | None"}, "__module__": __name__},
+        {
+            "model_type": MODEL_TYPE,
+            "linearize": None,
+            "__annotations__": {"linearize": "dict | None"},
+            "__module__": __name__,
+        },
     )
     model_class = _student_model_class(MODEL_FOR_CAUSAL_LM_MAPPING[base], config_class)
     AutoModelForCausalLM.register(config_class, model_class)
@@ -154,7 +161,7 @@ def student_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]
     return config_class
 
 
-def _student_model_class(base: type[ModelT], config_class: type[PreTrainedConfig]) -> type[ModelT]:
+def _student_model_class(base: Any, config_class: Any) -> Any:
     float32 = sorted({module for mixer in MIXERS.values() for module in mixer.float32_modules})
     strict = list(getattr(base, "_keep_in_fp32_modules_strict", None) or [])
     attributes = {
@@ -163,12 +170,13 @@ def _student_model_class(base: type[ModelT], config_class: type[PreTrainedConfig
         "__module__": __name__,
         "__doc__": f"{base.__name__} with other mixers in place of softmax attention.",
     }
-    return cast(type[ModelT], type("Linearized" + base.__name__, (Linearized, base), attributes))
+    return type("Linearized" + base.__name__, (Linearized, base), attributes)
 
 
-def student_classes(base_model_type: str) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:
+def student_classes(base_model_type: str) -> tuple[Any, Any]:
     """The configuration and model class for a family, by its model type (`llama`, `qwen2`, ...)."""
-    config_class = student_config_class(CONFIG_MAPPING[base_model_type])
+    base: Any = CONFIG_MAPPING[base_model_type]
+    config_class = student_config_class(base)
     return config_class, AutoModelForCausalLM._model_mapping[config_class]
 
 

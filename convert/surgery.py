@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
-
 from linearize.convert.attention_spec import find_layers
 from linearize.convert.calibration import calibrate, routed, teacher_route
 from linearize.convert.checkpoint import load_teacher
 from linearize.convert.mixers import Mixer
 from linearize.convert.model import PACKAGE_VERSION, install_mixers, student_classes
 from linearize.convert.plan import Plan, make_plan
+from torch import nn
+from transformers import PreTrainedModel
 
 
 def build_student(
@@ -52,12 +51,12 @@ def build_student(
     student.config._attn_implementation = config._attn_implementation
     for module in student.modules():
         if getattr(module, "config", None).__class__ is config.__class__:
-            module.config = student.config
+            module.__dict__["config"] = student.config
     install_mixers(student, plan)
-    student.to(device=next(model.parameters()).device)
+    nn.Module.to(student, device=next(model.parameters()).device)
     if calibration is not None and plan.converted:
         training = student.training
-        calibrate(student.eval(), student.mixers, calibration.to(student.device))
+        calibrate(student.eval(), student_mixers(student), calibration.to(student.device))
         student.train(training)
     return student
 

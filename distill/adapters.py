@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from linearize.convert.surgery import student_mixers
@@ -45,11 +46,12 @@ def merge_adapters(student: nn.Module) -> None:
     The base modules themselves stay as they are: the teacher is made of them.
     """
     for parent in list(student.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, BaseTunerLayer):
+        for name, module in list(parent.named_children()):
+            if isinstance(module, BaseTunerLayer):
+                child: Any = module
                 base = child.get_base_layer()
                 merged = type(base)(base.in_features, base.out_features, base.bias is not None, device="meta")
-                delta = sum(child.get_delta_weight(adapter) for adapter in child.active_adapters)
+                delta: Any = sum(child.get_delta_weight(adapter) for adapter in child.active_adapters)
                 merged.weight = nn.Parameter((base.weight.float() + delta.float()).to(base.weight.dtype), False)
                 if base.bias is not None:
                     merged.bias = base.bias
@@ -58,7 +60,7 @@ def merge_adapters(student: nn.Module) -> None:
 
 def trainable_groups(
     student: nn.Module, new_lr: float | None, adapter_lr: float | None, weight_decay: float = 0.0
-) -> list[dict]:
+) -> list[dict[str, Any]]:
     """Optimizer groups: the mixers' new tensors and the adapters, each at its own rate; None leaves a kind frozen.
 
     Everything else is frozen. Raises AssertionError if a tensor meant to train is not reachable by name.
@@ -68,7 +70,7 @@ def trainable_groups(
     for mixer in student_mixers(student):
         new |= {f"{names[mixer]}.{name}": p for name, p in mixer.new_parameters().items()}
     adapters = {name: p for name, p in student.named_parameters() if "lora_" in name}
-    groups = []
+    groups: list[dict[str, Any]] = []
     for parameters, lr in ((new, new_lr), (adapters, adapter_lr)):
         if parameters and lr is not None:
             groups.append({"params": parameters, "lr": lr, "weight_decay": weight_decay})

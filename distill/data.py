@@ -78,7 +78,9 @@ def _read_file(path: Path) -> Iterator[str]:
                 try:
                     yield json.loads(line)["text"]
                 except (ValueError, KeyError, TypeError):
-                    raise ConversionError(f"--data {path}, line {number}: not a JSON object with a 'text' field") from None
+                    raise ConversionError(
+                        f"--data {path}, line {number}: not a JSON object with a 'text' field"
+                    ) from None
     else:
         yield from (part.strip("\n") for part in text.split(DOCUMENT_SEPARATOR))
 
@@ -105,7 +107,7 @@ def tokenize(documents: Iterable[str], tokenizer: Any, limit: int | None = None)
     A tokenizer that adds no special token of its own gets its bos (else its eos) in front of every document.
     """
     mark: list[int] = []
-    if not tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]:
+    if tokenizer("a").input_ids[:1] != [tokenizer.bos_token_id]:
         marker = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         mark = [marker] if marker is not None else []
     ids: list[int] = []

@@ -17,12 +17,11 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 from linearize.convert.errors import ConversionError
+from linearize.distill.data import TokenBlocks
+from linearize.distill.progress import meter
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-
-from linearize.distill.data import TokenBlocks
-from linearize.distill.progress import meter
 
 Schedule = Literal["cosine", "constant", "linear"]
 
@@ -146,7 +145,9 @@ def _moments(optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]) -
     return {name: state[tensor] for name, tensor in named.items() if tensor in state}
 
 
-def _save(file: Path, named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, log: TrainingLog, step: int) -> None:
+def _save(
+    file: Path, named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, log: TrainingLog, step: int
+) -> None:
     """Write trained tensors, moments and step in one file, which appears whole or not at all."""
     tensors = {f"tensor.{name}": tensor.detach() for name, tensor in named.items()}
     for name, moments in _moments(optimizer, named).items():

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -28,30 +28,31 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="print one JSON object on
 @app.command("convert")
 def convert(
     teacher: Annotated[str, typer.Argument(help="'llama' (bundled), a model folder or a Hub id")],
-    to: Annotated[Optional[str], typer.Option(help="mixer that replaces softmax attention; default rodimus")] = None,
-    out: Annotated[Optional[Path], typer.Option(help="folder for the student; default <teacher>-<mixer>")] = None,
-    data: Annotated[Optional[str], typer.Option(help="text, .jsonl, folder or dataset to train and measure on")] = None,
-    tokens: Annotated[Optional[str], typer.Option(help="training tokens of all stages together, such as 400k or 2M")] = None,
-    context: Annotated[Optional[int], typer.Option(help="tokens per training sequence")] = None,
-    seed: Annotated[Optional[int], typer.Option(help="seed of everything random")] = None,
-    device: Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1; default a GPU when there is one")] = None,
-    dtype: Annotated[Optional[str], typer.Option(help="float32, bfloat16 or float16 of the student")] = None,
-    window: Annotated[Optional[int], typer.Option(help="softmax window beside the recurrence; 0 for none")] = None,
-    option: Annotated[Optional[list[str]], typer.Option(help="an option of the mixer, NAME=VALUE (repeatable)")] = None,
-    keep_softmax: Annotated[Optional[str], typer.Option(help="layers that keep their attention: 0,3 or 25%")] = None,
-    recipe: Annotated[Optional[Path], typer.Option(help="a recipe, .yaml or .py; flags given here win over it")] = None,
-    revision: Annotated[Optional[str], typer.Option(help="Hub revision of the teacher")] = None,
+    to: Annotated[str | None, typer.Option(help="mixer that replaces softmax attention; default rodimus")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for the student; default <teacher>-<mixer>")] = None,
+    data: Annotated[str | None, typer.Option(help="text, .jsonl, folder or dataset to train and measure on")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="training tokens of all stages together, such as 400k or 2M")
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="tokens per training sequence")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of everything random")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default a GPU when there is one")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 of the student")] = None,
+    window: Annotated[int | None, typer.Option(help="softmax window beside the recurrence; 0 for none")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="an option of the mixer, NAME=VALUE (repeatable)")] = None,
+    keep_softmax: Annotated[str | None, typer.Option(help="layers that keep their attention: 0,3 or 25%")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="a recipe, .yaml or .py; flags given here win over it")] = None,
+    revision: Annotated[str | None, typer.Option(help="Hub revision of the teacher")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and write nothing")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="continue a run that was stopped")] = False,
     force: Annotated[bool, typer.Option("--force", help="replace what is in the output")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Convert TEACHER: plan, surgery, attention transfer, LoRA, merge, export, parity gate."""
-    from pydantic import ValidationError
-
     from linearize.recipes import pipeline, schema
     from linearize.recipes.defaults import with_tokens
     from linearize.recipes.inspection import describe_recipe
+    from pydantic import ValidationError
 
     loaded = schema.load_recipe(recipe) if recipe is not None else schema.Recipe()
     options = dict(loaded.options)
@@ -100,8 +101,8 @@ def verify(directory: Directory, as_json: JsonFlag = False) -> None:
 def inspect(
     teacher: Annotated[str, typer.Argument(help="'llama' (bundled), a model folder or a Hub id")],
     to: Annotated[str, typer.Option(help="mixer to plan for")] = "rodimus",
-    keep_softmax: Annotated[Optional[str], typer.Option(help="layers that keep their attention")] = None,
-    option: Annotated[Optional[list[str]], typer.Option(help="an option of the mixer, NAME=VALUE")] = None,
+    keep_softmax: Annotated[str | None, typer.Option(help="layers that keep their attention")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="an option of the mixer, NAME=VALUE")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show which tensors go where and what would train."""
@@ -147,7 +148,7 @@ def push(
     directory: Directory,
     repo_id: Annotated[str, typer.Argument(help="USER/NAME on the Hub")],
     private: Annotated[bool, typer.Option("--private", help="make the repository private")] = False,
-    revision: Annotated[Optional[str], typer.Option(help="branch to upload to")] = None,
+    revision: Annotated[str | None, typer.Option(help="branch to upload to")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="list what would be uploaded")] = False,
     force: Annotated[bool, typer.Option("--force", help="upload even if the parity gate fails")] = False,
     as_json: JsonFlag = False,

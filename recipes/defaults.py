@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from linearize.distill.stages.lora import Lora
 from linearize.distill.stages.transfer import Transfer
-
 from linearize.recipes.schema import Recipe
 
 

@@ -15,11 +15,10 @@ from linearize.convert.mixers import MIXERS
 from linearize.convert.plan import make_plan
 from linearize.convert.size import cache_bytes
 from linearize.convert.surgery import build_student, student_mixers
-from transformers import AutoModelForCausalLM
-
 from linearize.recipes.defaults import stages_of
 from linearize.recipes.schema import Recipe
 from linearize.recipes.teachers import resolve_teacher
+from transformers import AutoModelForCausalLM
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,9 @@ class Inspection:
         return "\n".join(lines)
 
 
-def inspect_teacher(name: str, to: str, keep_softmax: str | None = None, options: dict[str, Any] | None = None) -> Inspection:
+def inspect_teacher(
+    name: str, to: str, keep_softmax: str | None = None, options: dict[str, Any] | None = None
+) -> Inspection:
     """Look at a teacher's configuration (no weights are read) and plan its conversion."""
     teacher = resolve_teacher(name)
     config = check_source(teacher.folder)
@@ -100,7 +101,10 @@ def describe_recipe(recipe: Recipe) -> str:
     transfer, lora = stages_of(recipe)
     layers = [f"  {i:3d}  {layer['mixer']} {layer['options'] or ''}" for i, layer in enumerate(report.plan)]
     total = sum(report.parameters.values())
-    stages = [f"  {name}: {stage.tokens:,} tokens; {stage.model_dump()}" for name, stage in (("transfer", transfer), ("lora", lora))]
+    stages = [
+        f"  {name}: {stage.tokens:,} tokens; {stage.model_dump()}"
+        for name, stage in (("transfer", transfer), ("lora", lora))
+    ]
     return "\n".join(
         [
             f"{report.teacher} -> {recipe.to}",

@@ -9,7 +9,6 @@ import shutil
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from linearize.convert.card import render_card
@@ -27,14 +26,13 @@ from linearize.distill.progress import say
 from linearize.distill.stages.lora import Lora, LoraObjective
 from linearize.distill.stages.transfer import TransferObjective
 from linearize.distill.trainer import LoopConfig, train
-from transformers import PreTrainedModel
-
 from linearize.recipes.defaults import Stages, stages_of
 from linearize.recipes.python_corpus import documents
 from linearize.recipes.schema import Recipe
 from linearize.recipes.summary import Control, Perplexity, Sample, Summary
 from linearize.recipes.teachers import Teacher, resolve_teacher
 from linearize.recipes.workspace import Workspace
+from transformers import PreTrainedModel
 
 CONTEXTS = (1024, 32768)
 PROMPT = "def read_config(path):\n"
@@ -42,7 +40,9 @@ _SAMPLE_TOKENS = 48
 _PACKAGES = ("linearize", "torch", "triton", "transformers", "peft", "accelerate", "safetensors")
 
 
-def run(recipe: Recipe, out: str | Path | None = None, resume: bool = False, force: bool = False, command: str = "") -> Summary:
+def run(
+    recipe: Recipe, out: str | Path | None = None, resume: bool = False, force: bool = False, command: str = ""
+) -> Summary:
     """Convert as the recipe says.
 
     Args:
@@ -204,7 +204,9 @@ class _Conversion:
 
     def _measure(self, name: str, student: PreTrainedModel) -> LanguageScore:
         with self.work.timed("measure"):
-            score = LanguageScore(**self.work.once(f"score.{name}", lambda: asdict(score_language(student, self.heldout))))
+            score = LanguageScore(
+                **self.work.once(f"score.{name}", lambda: asdict(score_language(student, self.heldout)))
+            )
         say(f"{name}: perplexity {score.perplexity:.3f} (teacher {score.teacher_perplexity:.3f}), KL {score.kl:.4f}")
         return score
 
@@ -221,7 +223,9 @@ class _Conversion:
         stage = stages.lora.model_copy(update={"tokens": stages.transfer.tokens + stages.lora.tokens})
         self._lora("control", student, stage)
         score = self._measure("control", student)
-        return Control(to=f"swa (window {window})", perplexity=score.perplexity, kl=score.kl, top1_agreement=score.top1_agreement)
+        return Control(
+            to=f"swa (window {window})", perplexity=score.perplexity, kl=score.kl, top1_agreement=score.top1_agreement
+        )
 
     @torch.no_grad()
     def _sample(self, student: PreTrainedModel) -> dict[str, str]:

@@ -71,7 +71,12 @@ class Summary(BaseModel):
     def to_text(self) -> str:
         """The page a person reads at the end."""
         p = self.perplexity
-        rows = [("teacher", p.teacher), ("after surgery", p.surgery), ("after transfer", p.transfer), ("student", p.student)]
+        rows = [
+            ("teacher", p.teacher),
+            ("after surgery", p.surgery),
+            ("after transfer", p.transfer),
+            ("student", p.student),
+        ]
         if self.control is not None:
             rows.append((f"control: {self.control.to} alone", self.control.perplexity))
         lines = [
@@ -91,7 +96,11 @@ class Summary(BaseModel):
             ),
             "",
             f"parity gate: {'passed' if self.gate['passed'] else 'FAILED'} ({len(self.gate['checks'])} checks)",
-            *(f"  FAILED {c['name']}: {c['value']} > {c['limit']} {c['detail']}" for c in self.gate["checks"] if not c["passed"]),
+            *(
+                f"  FAILED {c['name']}: {c['value']} > {c['limit']} {c['detail']}"
+                for c in self.gate["checks"]
+                if not c["passed"]
+            ),
             "",
             f"prompt   {self.sample.prompt!r}",
             f"teacher  {self.sample.teacher!r}",

@@ -33,7 +33,9 @@ def resolve_teacher(name: str, revision: str | None = None) -> Teacher:
         ConversionError: it is none of a bundled name, a model folder, a reachable Hub id.
     """
     if name in BUNDLED:
-        return Teacher(f"{name} (bundled: a small Llama trained on Python's standard library)", name, BUNDLED[name], True)
+        return Teacher(
+            f"{name} (bundled: a small Llama trained on Python's standard library)", name, BUNDLED[name], True
+        )
     folder = resolve_source(name, revision)
     is_path = Path(name).expanduser().is_dir()
     return Teacher(str(name), folder.resolve().name if is_path else str(name), folder, False)

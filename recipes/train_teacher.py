@@ -274,7 +274,7 @@ separate windows of {CONTEXT} tokens.
 
 **Licence.** The weights are under the Apache License 2.0. They were trained on text under the Python Software
 Foundation licence.
-"""  # noqa: E501
+"""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

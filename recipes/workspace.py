@@ -17,7 +17,6 @@ from typing import Any
 
 from linearize.convert.errors import ConversionError
 from linearize.convert.export import check_output
-
 from linearize.recipes.schema import Recipe
 
 
@@ -53,7 +52,9 @@ class Workspace:
             return True
         if self.folder.exists():
             if written.is_file() and not force:
-                raise ConversionError(f"{self.folder} holds an unfinished run; continue it with --resume or start over with --force")
+                raise ConversionError(
+                    f"{self.folder} holds an unfinished run; continue it with --resume or start over with --force"
+                )
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
         self._write("recipe.json", recipe.model_dump(mode="json"))

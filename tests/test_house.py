@@ -49,7 +49,11 @@ def test_kernels_need_only_torch_and_triton() -> None:
 def test_the_package_list_equals_the_tree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = project["tool"]["setuptools"]["packages"]
-    tree = {"linearize." + ".".join(p.relative_to(ROOT).parts) for floor in FLOORS for p in {s.parent for s in _sources(floor)}}
+    tree = {
+        "linearize." + ".".join(p.relative_to(ROOT).parts)
+        for floor in FLOORS
+        for p in {s.parent for s in _sources(floor)}
+    }
     assert sorted(listed) == sorted(tree)
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
-from torch import nn
-
 from linearize.convert.attention_spec import FUSED, AttentionSpec
 from linearize.convert.cache import MixerCacheLayer, State
+from pydantic import BaseModel, ConfigDict
+from torch import nn
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, each `[B or 1, T, rotary_dim]`, as the decoder passes them to its attention."""
@@ -54,7 +53,7 @@ class Mixer(nn.Module):
     float32_modules: ClassVar[tuple[str, ...]] = ()
     """Submodules that stay in float32 whatever the model's dtype."""
 
-    def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: MixerOptions) -> None:
+    def __init__(self, spec: AttentionSpec, attention: Any, layer_idx: int, options: MixerOptions) -> None:
         super().__init__()
         self.spec = spec
         self.layer_idx = layer_idx
@@ -68,13 +67,18 @@ class Mixer(nn.Module):
         self.__dict__["attention"] = attention
         self.__dict__["route"] = None
 
-    attention: nn.Module
+    attention: Any
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
     route: Callable[..., tuple[torch.Tensor, None]] | None
     """When set, `forward` hands the call over: `route(mixer, hidden_states, **kwargs)`. Stages use it to run the
     teacher through the student, and to look at both at once."""
 
     @classmethod
-    def from_attention(cls, spec: AttentionSpec, attention: nn.Module, **options: Any) -> Mixer:
+    def from_attention(cls, spec: AttentionSpec, attention: Any, **options: Any) -> Mixer:
         """Build from the teacher's attention, new tensors at their starting values (float32).
 
         Raises:

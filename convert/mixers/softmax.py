@@ -6,10 +6,9 @@ import sys
 from typing import Any
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
 from linearize.convert.attention_spec import kv_bytes
 from linearize.convert.mixers.base import Mixer, Rope, register
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 @register
@@ -21,7 +20,7 @@ class SoftmaxAttention(Mixer):
     is_causal = True
     num_key_value_groups = 1  # for transformers' attention functions: heads come expanded
 
-    def attend(
+    def attend(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,
         position_embeddings: Rope | None = None,

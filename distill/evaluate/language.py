@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from linearize.convert.surgery import student_mixers
-from torch import nn
-
 from linearize.distill.data import TokenBlocks
 from linearize.distill.progress import meter
 from linearize.distill.stages.lora import teacher_logits
+from torch import nn
 
 
 @dataclass(frozen=True)

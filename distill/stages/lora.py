@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import torch
 from linearize.convert.surgery import as_teacher
-from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
-
 from linearize.distill.adapters import adapters_off
 from linearize.distill.losses import distillation_loss
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
 
 
 class Lora(BaseModel):
@@ -22,7 +21,9 @@ class Lora(BaseModel):
     tokens: int = Field(200_000, ge=0, description="tokens to train on")
     batch_size: int = Field(8, ge=1, description="sequences per step")
     learning_rate: float = Field(1e-3, gt=0, description="highest rate of the adapters")
-    new_learning_rate: float | None = Field(1e-3, description="highest rate of the mixers' new tensors; none freezes them")
+    new_learning_rate: float | None = Field(
+        1e-3, description="highest rate of the mixers' new tensors; none freezes them"
+    )
     rank: int = Field(8, ge=1, description="rank of the adapters")
     alpha: int = Field(16, ge=1, description="scale of the adapters: alpha / rank")
     ce_weight: float = Field(0.0, ge=0, description="weight of the cross-entropy with the text")

@@ -13,10 +13,10 @@ import torch
 from linearize.convert.calibration import routed, teacher_heads
 from linearize.convert.mixers import Mixer
 from linearize.convert.surgery import student_mixers
+from linearize.distill.losses import normalized_error
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
-
-from linearize.distill.losses import normalized_error
+from transformers import PreTrainedModel
 
 
 class Transfer(BaseModel):
@@ -35,7 +35,7 @@ class Transfer(BaseModel):
 class TransferObjective(nn.Module):
     """Mean over layers of `‖W_o(mine) - W_o(teacher's)‖² / ‖W_o(teacher's)‖²`."""
 
-    def __init__(self, student: nn.Module) -> None:
+    def __init__(self, student: PreTrainedModel) -> None:
         super().__init__()
         self.student = student
         self.layer_errors: list[float] = []

@@ -13,7 +13,7 @@ from linearize.convert.mixers.base import Mixer
 from linearize.convert.verify import relative_error
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from families import FAMILIES, random_teacher, tiny_tokenizer  # noqa: E402
+from families import FAMILIES, random_teacher, tiny_tokenizer
 
 families = pytest.mark.parametrize("family", FAMILIES)
 PURE = {"to": "rodimus", "window": 0}
