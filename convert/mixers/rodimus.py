@@ -1,14 +1,15 @@
 """`rodimus`: data-dependent tempered selection (DDTS), multi-head, on the teacher's own q, k, v and o.
 
-Source: Rodimus* (arXiv 2410.06577), eq. of the DDTS gates; here every query head has its own gates per key channel,
-beside a softmax window whose output it corrects:
+Source: Rodimus* (arXiv 2410.06577), the DDTS gates and recurrence; every query head has gates of its own, one
+per key channel, and a softmax window stands beside the recurrence, which adds what the window cannot see:
 
-    x'      = SiLU(conv4(x))                          causal, depthwise
+    x'      = SiLU(conv(x))                           causal, depthwise, 4 taps, starting as the identity
     [a, b]  = up(down(x')) + bias                     per head and key channel, float32
     log α   = -softplus(a) · σ(b)                     log decay, ≤ 0
-    k̂       = k / ‖k‖ · softplus(a)^σ(b)              input gate in log space
-    S_t     = diag(α_t) S_{t-1} + k̂_t (β̂_t ⊙ v_t)ᵀ    β̂ = σ(low-rank(x))
-    y_t     = s ⊙ (K^-½ S_tᵀ q_t + d ⊙ v_t)           s: output scale per head and channel
+    q̃, k̃    = A_q q + a_q,  A_k k + a_k               per head, starting as q and k (before RoPE)
+    k̂       = k̃ / ‖k̃‖ ⊙ softplus(a)^σ(b)              input gate, computed in log space
+    S_t     = diag(α_t) S_{t-1} + k̂_t (β̂_t ⊙ v_t)ᵀ    value gate β̂ = σ(low-rank(x))
+    y_t     = s ⊙ (K^-½ S_tᵀ q̃_t + d ⊙ v_t)           output scale s and feedthrough d, per head and channel
     out     = W_o (window_t + γ_t (y_t - c ⊙ window_t)),   γ_t = σ(r(x_t) - lse_t)
 
 `lse_t` is the log-sum-exp of the window's logits and r(x) an estimate of that of the tokens before it, so γ
@@ -21,15 +22,14 @@ import math
 
 import torch
 import torch.nn.functional as F
+from linearize.convert.attention_spec import AttentionSpec
+from linearize.convert.cache import State
+from linearize.convert.calibration import CalibrationSample, attention_logits, least_squares
+from linearize.convert.mixers.base import Mixer, MixerOptions, Rope, register
+from linearize.convert.mixers.window import window_bytes, window_mix
 from linearize.kernels.linear_attention import linear_attention
 from pydantic import Field
 from torch import nn
-
-from linearize.convert.attention_spec import AttentionSpec
-from linearize.convert.cache import State
-from linearize.convert.calibration import CalibrationSample, attention_logits, least_squares, mean_lookback
-from linearize.convert.mixers.base import Mixer, MixerOptions, Rope, register
-from linearize.convert.mixers.window import window_bytes, window_mix
 
 
 class RodimusOptions(MixerOptions):
@@ -38,8 +38,24 @@ class RodimusOptions(MixerOptions):
     window: int = Field(64, ge=0, description="keys of the softmax window beside the recurrence; 0 for none")
     rank: int = Field(16, ge=1, description="rank of the gate projections")
     conv: int = Field(4, ge=1, description="taps of the short convolution before the gates")
-    half_life: float = Field(16.0, gt=0, description="initial half-life of the state, tokens, before calibration")
+    half_life: float | None = Field(
+        None,
+        gt=0,
+        description="initial half-life of the state in tokens; none: 64 beside a window, 16 without",
+    )
+    spread: float | None = Field(
+        None,
+        ge=1,
+        description="a head's channels start with half-lives from half_life / spread to half_life · spread; "
+        "none: 8 beside a window, 4 without",
+    )
     rope: bool = Field(False, description="whether q and k of the recurrence carry RoPE")
+
+    def half_lives(self, channels: int) -> torch.Tensor:
+        """Initial half-lives of a head's key channels, tokens, `[channels]`: evenly spaced on a log scale."""
+        half_life = self.half_life or (64.0 if self.window else 16.0)
+        spread = self.spread or (8.0 if self.window else 4.0)
+        return half_life * spread ** torch.linspace(-1, 1, channels)
 
 
 class ShortConv(nn.Module):
@@ -54,7 +70,7 @@ class ShortConv(nn.Module):
     def forward(
         self, x: torch.Tensor, past: torch.Tensor | None, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x `[B, T, D]`, past `[B, taps-1, D]` or None, boundaries of packed sequences or None -> (y, new past)."""
+        """x `[B, T, D]`, past `[B, taps-1, D]` or None at the start -> y of x's shape, and the next past."""
         taps = self.weight.shape[1]
         if past is None:
             past = x.new_zeros(x.shape[0], taps - 1, x.shape[2])
@@ -87,20 +103,20 @@ class DDTSGates(nn.Module):
         for layer in (self.up, self.value_up):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
-        self.set_half_life(torch.full((spec.num_heads,), options.half_life))
+        self.set_half_life(options.half_lives(spec.head_dim).expand(spec.num_heads, -1))
 
     @torch.no_grad()
     def set_half_life(self, tokens: torch.Tensor) -> None:
-        """Bias the gates so that each head's state halves in `tokens[h]` tokens (at temperature 1/2)."""
+        """Bias the gates so that the state's rows halve in `tokens` `[H, K]` tokens (at temperature 1/2)."""
         g = 2 * math.log(2) / tokens.to(self.up.bias)
         bias = self.up.bias.view(2, self.heads, -1)
-        bias[0] = torch.log(torch.expm1(g))[:, None]
+        bias[0] = torch.log(torch.expm1(g))
         bias[1] = 0
 
     def forward(
         self, x: torch.Tensor, past: torch.Tensor | None, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x `[B, T, D]` -> log decay, log input gate `[B, T, H, K]`, value gate `[B, T, H, V]`, conv state."""
+        """x `[B, T, D]` -> log decay, log input gate, value gate, each `[B, T, H, K]`, and conv state."""
         x = x.float()
         convolved, past = self.conv(x, past, cu_seqlens)
         a, b = self.up(self.down(F.silu(convolved))).unflatten(-1, (2, self.heads, -1)).unbind(-3)
@@ -113,7 +129,10 @@ class DDTSGates(nn.Module):
 
 
 class Branch(nn.Module):
-    """How the recurrence's output joins the window's. float32."""
+    """How the recurrence's output joins the window's: s, d, c and r of the module's docstring. float32.
+
+    The small starting scale keeps an uncalibrated student close to its window.
+    """
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
@@ -126,6 +145,24 @@ class Branch(nn.Module):
         nn.init.zeros_(self.log_mass.bias)
 
 
+class Maps(nn.Module):
+    """Per head, an affine map of q and of k, starting as the identity. float32."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        eye = torch.eye(spec.head_dim).expand(spec.num_heads, -1, -1)
+        self.q_weight = nn.Parameter(eye.clone())
+        self.k_weight = nn.Parameter(eye.clone())
+        self.q_bias = nn.Parameter(torch.zeros(spec.num_heads, spec.head_dim))
+        self.k_bias = nn.Parameter(torch.zeros(spec.num_heads, spec.head_dim))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q, k `[B, T, H, K]` -> q̃, k̃ of the same shape."""
+        q = torch.einsum("bthk,hkc->bthc", q, self.q_weight) + self.q_bias
+        k = torch.einsum("bthk,hkc->bthc", k, self.k_weight) + self.k_bias
+        return q, k
+
+
 @register
 class Rodimus(Mixer):
     """Vector-decay linear attention with DDTS gates; see the module's docstring."""
@@ -133,12 +170,15 @@ class Rodimus(Mixer):
     name = "rodimus"
     Options = RodimusOptions
     options: RodimusOptions
-    float32_modules = ("gates", "branch")
+    float32_modules = ("gates", "branch", "maps")
 
-    def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: RodimusOptions) -> None:
+    def __init__(
+        self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: RodimusOptions
+    ) -> None:
         super().__init__(spec, attention, layer_idx, options)
         self.gates = DDTSGates(spec, options)
         self.branch = Branch(spec)
+        self.maps = Maps(spec)
 
     def recur(
         self,
@@ -155,12 +195,13 @@ class Rodimus(Mixer):
         log_decay, log_input, value_gate, conv = self.gates(
             x, None if state is None else state["conv"], cu_seqlens
         )
-        k = F.normalize(self.expand(k).float(), dim=-1, eps=1e-12) * log_input.exp()
+        q, k = self.maps(q.float(), self.expand(k).float())
+        k = F.normalize(k, dim=-1, eps=1e-12) * log_input.exp()
         v = self.expand(v).float()
         if padding_mask is not None:
             k = k * padding_mask[..., None, None]
         o, memory = linear_attention(
-            q.float(),
+            q,
             k,
             v * value_gate,
             log_decay,
@@ -194,10 +235,9 @@ class Rodimus(Mixer):
 
     @torch.no_grad()
     def calibrate(self, sample: CalibrationSample) -> None:
-        """Decay from how far the teacher looks back; mass, window part and scale by regression on its heads."""
+        """s and d (or c, beside a window) by least squares on the teacher's heads, r's bias by its mean."""
         spec, branch = self.spec, self.branch
         logits = attention_logits(self, sample)
-        self.gates.set_half_life(mean_lookback(logits).clamp(4, self.options.half_life))
         q, k, v = self.project(sample.hidden_states)
         rotated_q, rotated_k = self.rotate(q, k, sample.rope)
         memory_q, memory_k = (rotated_q, rotated_k) if self.options.rope else (q, k)
@@ -227,7 +267,7 @@ class Rodimus(Mixer):
 
 
 def _log_mass_outside(logits: torch.Tensor, window: int) -> torch.Tensor:
-    """Log-sum-exp of the logits `[B, H, T, T]` of keys before the window, `[B, H, T]`; -inf where there are none."""
+    """Log-sum-exp of the logits `[B, H, T, T]` of keys before the window, `[B, H, T]`; -inf: none."""
     tokens = logits.shape[-1]
     index = torch.arange(tokens, device=logits.device)
     inside = index[:, None] - index < window
