@@ -181,8 +181,18 @@ BAD_TEACHERS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def _check_refused(result: tuple[int, str, str], words: str, folder: Path, before: set[Path]) -> None:
-    code, out, err = result
+def _check_refused(arguments: list[str], words: str, folder: Path, capsys: Any, monkeypatch: Any) -> None:
+    """In this process, which is quicker; `test_bad_input_from_a_shell` is the same from outside."""
+    from linearize.recipes.cli import main
+
+    before = set(folder.rglob("*"))
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["linearize", "convert", *arguments])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    out, err = capsys.readouterr()
+    code = stopped.value.code
     problem = [line for line in err.strip().splitlines() if line.startswith("error:")]
     assert code == 2 and len(problem) == 1 and words in problem[0], err
     assert "Traceback" not in err and not out
@@ -190,25 +200,33 @@ def _check_refused(result: tuple[int, str, str], words: str, folder: Path, befor
 
 
 @pytest.mark.parametrize("name", BAD_TEACHERS)
-def test_bad_teachers_get_one_clear_line(name: str, teacher: Path, tmp_path: Path) -> None:
+def test_bad_teachers_get_one_clear_line(
+    name: str, teacher: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     spoil, words = BAD_TEACHERS[name]
     copy = tmp_path / "copy"
     shutil.copytree(teacher, copy)
     spoil(copy)
-    before = set(tmp_path.rglob("*"))
     text = str(teacher.parent / "text.txt")
-    _check_refused(
-        run("convert", str(copy), "--data", text, *SMALL, "--out", "s", cwd=tmp_path), words, tmp_path, before
-    )
+    arguments = [str(copy), "--data", text, *SMALL, "--out", "s"]
+    _check_refused(arguments, words, tmp_path, capsys, monkeypatch)
 
 
-def test_bad_settings_get_one_clear_line(teacher: Path, tmp_path: Path) -> None:
+
+def test_bad_input_from_a_shell(teacher: Path, tmp_path: Path) -> None:
+    code, out, err = run(*convert_arguments(teacher, "--to", "rodimuss"), cwd=tmp_path)
+    assert code == 2 and not out and not list(tmp_path.iterdir())
+    assert len(err.strip().splitlines()) == 1 and "'rodimus'" in err
+
+
+def test_bad_settings_get_one_clear_line(
+    teacher: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     short = tmp_path / "short.txt"
     short.write_text("the cat")
     full = tmp_path / "full"
     full.mkdir()
     (full / "file").write_text("kept")
-    before = set(tmp_path.rglob("*"))
     cases = [
         ([str(teacher), "--to", "rodimuss"], "'rodimus'"),
         ([str(teacher), "--data", str(short), "--context", "32"], "too short"),
@@ -222,7 +240,7 @@ def test_bad_settings_get_one_clear_line(teacher: Path, tmp_path: Path) -> None:
         ([str(teacher), "--tokens", "many"], "many"),
     ]
     for arguments, words in cases:
-        _check_refused(run("convert", *arguments, cwd=tmp_path), words, tmp_path, before)
+        _check_refused(arguments, words, tmp_path, capsys, monkeypatch)
 
 
 # ---------------------------------------------------------------------- being killed
