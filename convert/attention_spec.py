@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from linearize.convert.errors import ConversionError
 from torch import nn
 from transformers import PreTrainedConfig
+
+from linearize.convert.errors import ConversionError
 
 ATTENTION_NAMES = ("self_attn", "attention", "self_attention", "attn")
 SEPARATE = ("q_proj", "k_proj", "v_proj")

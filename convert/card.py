@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from linearize.convert.plan import KEEP
 
 Record = Mapping[str, Any]

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from linearize.convert.checkpoint import checkpoint_tensors, weight_files, write_tensors
-from linearize.convert.errors import ConversionError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+
+from linearize.convert.checkpoint import checkpoint_tensors, weight_files, write_tensors
+from linearize.convert.errors import ConversionError
 
 RECORD = "linearize.json"
 PARITY = "linearize_parity.safetensors"

@@ -27,6 +27,7 @@ from huggingface_hub.utils import (
     get_token,
     validate_repo_id,
 )
+
 from linearize.convert.card import PLACEHOLDER, render_card
 from linearize.convert.checkpoint import INDEX, weight_files
 from linearize.convert.errors import ConversionError

@@ -11,16 +11,17 @@ import functools
 from typing import Any, cast
 
 import torch
-from linearize.convert.attention_spec import describe_attention, find_layers
-from linearize.convert.cache import MixerCache, new_cache
-from linearize.convert.errors import ConversionError
-from linearize.convert.mixers import MIXERS, Mixer
-from linearize.convert.plan import Plan, mixer_class
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+from linearize.convert.attention_spec import describe_attention, find_layers
+from linearize.convert.cache import MixerCache, new_cache
+from linearize.convert.errors import ConversionError
+from linearize.convert.mixers import MIXERS, Mixer
+from linearize.convert.plan import Plan, mixer_class
 
 MODEL_TYPE = "linearized"
 PACKAGE_VERSION = 1

@@ -6,9 +6,10 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from linearize.convert.errors import ConversionError
 from linearize.convert.mixers import MIXERS, Mixer
-from pydantic import ValidationError
 
 KEEP = "keep"
 """In a written plan: this layer keeps the teacher's own attention module, untouched."""

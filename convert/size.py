@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedModel
+
 from linearize.convert.attention_spec import describe_attention, find_layers, kv_bytes
 from linearize.convert.mixers import Mixer
-from transformers import PreTrainedModel
 
 
 def cache_bytes(student: PreTrainedModel, context: int) -> tuple[int, int]:

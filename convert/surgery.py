@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+
 from linearize.convert.attention_spec import find_layers
 from linearize.convert.calibration import calibrate, routed, teacher_route
 from linearize.convert.checkpoint import load_teacher
 from linearize.convert.mixers import Mixer
 from linearize.convert.model import PACKAGE_VERSION, install_mixers, student_classes
 from linearize.convert.plan import Plan, make_plan
-from torch import nn
-from transformers import PreTrainedModel
 
 
 def build_student(

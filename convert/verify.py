@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
 from linearize.convert import model as _model  # noqa: F401  registers the student classes
 from linearize.convert.checkpoint import load_tokenizer, weight_files
 from linearize.convert.errors import ConversionError
 from linearize.convert.export import PARITY, RECORD, file_digest, parity_outputs, tensor_digest
-from safetensors import safe_open
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest relative RMS difference of logits between two ways to compute the same thing. bfloat16 keeps 8 bits, so two

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from linearize.convert.surgery import student_mixers
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+
+from linearize.convert.surgery import student_mixers
 
 
 def attach_adapters(student: nn.Module, rank: int, alpha: int) -> None:

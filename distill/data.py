@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from linearize.convert.errors import ConversionError
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"

@@ -16,12 +16,13 @@ from typing import Literal
 
 import torch
 from accelerate import Accelerator
-from linearize.convert.errors import ConversionError
-from linearize.distill.data import TokenBlocks
-from linearize.distill.progress import meter
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+
+from linearize.convert.errors import ConversionError
+from linearize.distill.data import TokenBlocks
+from linearize.distill.progress import meter
 
 Schedule = Literal["cosine", "constant", "linear"]
 

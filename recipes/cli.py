@@ -49,10 +49,11 @@ def convert(
     as_json: JsonFlag = False,
 ) -> None:
     """Convert TEACHER: plan, surgery, attention transfer, LoRA, merge, export, parity gate."""
+    from pydantic import ValidationError
+
     from linearize.recipes import pipeline, schema
     from linearize.recipes.defaults import with_tokens
     from linearize.recipes.inspection import describe_recipe
-    from pydantic import ValidationError
 
     loaded = schema.load_recipe(recipe) if recipe is not None else schema.Recipe()
     options = dict(loaded.options)
@@ -191,8 +192,9 @@ def _run(application: Callable[..., Any]) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import warnings
 
-    from linearize.convert.errors import ConversionError
     from transformers.utils import logging
+
+    from linearize.convert.errors import ConversionError
 
     warnings.filterwarnings("ignore", module="torch|transformers|peft|accelerate")
     logging.set_verbosity_error()

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
+
 from linearize.convert.attention_spec import AttentionSpec, describe_attention, find_layers
 from linearize.convert.checkpoint import check_source, checkpoint_tensors, load_tokenizer
 from linearize.convert.errors import ConversionError
@@ -18,7 +20,6 @@ from linearize.convert.surgery import build_student, student_mixers
 from linearize.recipes.defaults import stages_of
 from linearize.recipes.schema import Recipe
 from linearize.recipes.teachers import resolve_teacher
-from transformers import AutoModelForCausalLM
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
+
 from linearize.convert.card import render_card
 from linearize.convert.checkpoint import check_source, load_teacher, load_tokenizer
 from linearize.convert.errors import ConversionError
@@ -32,7 +34,6 @@ from linearize.recipes.schema import Recipe
 from linearize.recipes.summary import Control, Perplexity, Sample, Summary
 from linearize.recipes.teachers import Teacher, resolve_teacher
 from linearize.recipes.workspace import Workspace
-from transformers import PreTrainedModel
 
 CONTEXTS = (1024, 32768)
 PROMPT = "def read_config(path):\n"

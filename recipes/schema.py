@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from linearize.convert.errors import ConversionError
 from linearize.distill.stages.lora import Lora
 from linearize.distill.stages.transfer import Transfer
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
 

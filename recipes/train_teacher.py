@@ -20,6 +20,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.hooks import RemovableHandle
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast as FastTokenizer
+
 from linearize.recipes.python_corpus import (
     HELD_OUT_MODULES,
     MAX_FILE_BYTES,
@@ -27,10 +32,6 @@ from linearize.recipes.python_corpus import (
     SKIPPED_FOLDERS,
     documents,
 )
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 1024

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from linearize.convert.attention_spec import FUSED, AttentionSpec
-from linearize.convert.cache import MixerCacheLayer, State
 from pydantic import BaseModel, ConfigDict
 from torch import nn
+
+from linearize.convert.attention_spec import FUSED, AttentionSpec
+from linearize.convert.cache import MixerCacheLayer, State
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, each `[B or 1, T, rotary_dim]`, as the decoder passes them to its attention."""

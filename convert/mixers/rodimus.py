@@ -22,14 +22,15 @@ import math
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
+from torch import nn
+
 from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
 from linearize.convert.calibration import CalibrationSample, attention_logits, least_squares
 from linearize.convert.mixers.base import Mixer, MixerOptions, Rope, register
 from linearize.convert.mixers.window import window_bytes, window_mix
 from linearize.kernels.linear_attention import linear_attention
-from pydantic import Field
-from torch import nn
 
 
 class RodimusOptions(MixerOptions):

@@ -6,9 +6,10 @@ import sys
 from typing import Any
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from linearize.convert.attention_spec import kv_bytes
 from linearize.convert.mixers.base import Mixer, Rope, register
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 @register

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from linearize.kernels.window_attention import window_attention
 
 from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
+from linearize.kernels.window_attention import window_attention
 
 
 def window_mix(

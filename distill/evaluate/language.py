@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
 from linearize.convert.surgery import student_mixers
 from linearize.distill.data import TokenBlocks
 from linearize.distill.progress import meter
 from linearize.distill.stages.lora import teacher_logits
-from torch import nn
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ The teacher is the same frozen base with the adapters off and softmax on: no sec
 from __future__ import annotations
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+
 from linearize.convert.surgery import as_teacher
 from linearize.distill.adapters import adapters_off
 from linearize.distill.losses import distillation_loss
-from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
 
 
 class Lora(BaseModel):

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from transformers import PreTrainedModel
+
 from linearize.convert.calibration import routed, teacher_heads
 from linearize.convert.mixers import Mixer
 from linearize.convert.surgery import student_mixers
 from linearize.distill.losses import normalized_error
-from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
-from transformers import PreTrainedModel
 
 
 class Transfer(BaseModel):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from linearize.convert.card import PLACEHOLDER, fenced, number, percent, render_card, size
 
 RECORD: dict[str, Any] = {

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
 from linearize.convert import as_teacher, build_student, export, verify
 from linearize.convert.mixers.base import Mixer
 from linearize.convert.verify import relative_error
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from families import FAMILIES, random_teacher, tiny_tokenizer
+from tests.families import FAMILIES, random_teacher, tiny_tokenizer
 
 families = pytest.mark.parametrize("family", FAMILIES)
 PURE = {"to": "rodimus", "window": 0}
@@ -50,7 +48,7 @@ def test_a_window_as_long_as_the_text_equals_the_teacher(family: str) -> None:
 def test_heads_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = random_teacher("llama")
     student = build_student(teacher, "softmax")
-    tiled = lambda self, x: x.repeat(1, 1, self.spec.group, 1)  # noqa: E731
+    tiled = lambda self, x: x.repeat(1, 1, self.spec.group, 1)
     monkeypatch.setattr(Mixer, "expand", tiled)
     assert relative_error(logits(student, tokens()), logits(teacher, tokens())) > 1e-2
 

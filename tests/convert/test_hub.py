@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from linearize.convert import build_student, export
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from linearize.convert import build_student, export
 from tests.families import random_teacher
 from tests.hub_server import USER, HubServer, Repository
 

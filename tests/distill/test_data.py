@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from linearize.convert.errors import ConversionError
 from linearize.distill.data import TokenBlocks, read_corpus, split_heldout
 

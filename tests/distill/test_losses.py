@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from linearize.distill import losses
 from linearize.distill.losses import distillation_loss, kl_divergence, normalized_error
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
 from linearize.convert import as_teacher, build_student
 from linearize.convert.calibration import routed, teacher_route
 from linearize.distill.adapters import attach_adapters, merge_adapters, trainable_groups
@@ -16,9 +16,7 @@ from linearize.distill.evaluate.language import score_language
 from linearize.distill.stages.lora import LoraObjective, teacher_logits
 from linearize.distill.stages.transfer import TransferObjective
 from linearize.distill.trainer import LoopConfig, NonFiniteLoss, rate_factor, train
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from families import random_teacher
+from tests.families import random_teacher
 
 DATA = TokenBlocks(torch.randint(2, 64, (64 * 32,), generator=torch.Generator().manual_seed(0)), 32)
 

@@ -7,8 +7,9 @@ import math
 
 import pytest
 import torch
-from linearize.kernels.linear_attention import launch, linear_attention, linear_attention_step
 from torch import Tensor
+
+from linearize.kernels.linear_attention import launch, linear_attention, linear_attention_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked entries may overflow, as on a GPU
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linearize.kernels.linear_attention import linear_attention, linear_attention_step
 from torch import Tensor
+
+from linearize.kernels.linear_attention import linear_attention, linear_attention_step
 
 TIMES = [0, 1, 2, 15, 16, 17, 63, 64, 65, 130]
 WIDTHS = [16, 60, 64]

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linearize.kernels.window_attention import window_attention
 from torch import Tensor
+
+from linearize.kernels.window_attention import window_attention
 
 TOLERANCE = 1e-5
 

@@ -17,8 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from families import random_teacher, tiny_tokenizer
+from tests.families import random_teacher, tiny_tokenizer
 
 TEXT = "the cat sat on the mat and looked at the hat of the other cat\n" * 400
 SMALL = ["--context", "32", "--option", "rank=4", "--window", "8"]
@@ -212,16 +211,13 @@ def test_bad_teachers_get_one_clear_line(
     _check_refused(arguments, words, tmp_path, capsys, monkeypatch)
 
 
-
 def test_bad_input_from_a_shell(teacher: Path, tmp_path: Path) -> None:
     code, out, err = run(*convert_arguments(teacher, "--to", "rodimuss"), cwd=tmp_path)
     assert code == 2 and not out and not list(tmp_path.iterdir())
     assert len(err.strip().splitlines()) == 1 and "'rodimus'" in err
 
 
-def test_bad_settings_get_one_clear_line(
-    teacher: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_bad_settings_get_one_clear_line(teacher: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     short = tmp_path / "short.txt"
     short.write_text("the cat")
     full = tmp_path / "full"

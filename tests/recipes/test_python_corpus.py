@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from linearize.recipes.python_corpus import HELD_OUT_MODULES, PASSAGE_CHARS, documents, passages
 
 LINES = st.sampled_from(

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from linearize.recipes import train_teacher
 from linearize.recipes.python_corpus import documents
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TEACHER = Path(str(importlib.resources.files("linearize.recipes"))) / "assets" / "llama"
 

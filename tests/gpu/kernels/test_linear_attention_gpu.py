@@ -8,8 +8,9 @@ import time
 
 import pytest
 import torch
-from linearize.kernels.linear_attention import launch, linear_attention, linear_attention_step
 from torch import Tensor
+
+from linearize.kernels.linear_attention import launch, linear_attention, linear_attention_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
