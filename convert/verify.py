@@ -55,11 +55,13 @@ class GateReport:
         return all(check.passed for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        return {"passed": self.passed, "checks": [{**asdict(c), "passed": c.passed} for c in self.checks]}
+        lines = [{**asdict(c), "passed": c.passed} for c in self.checks]
+        return {"passed": self.passed, "checks": [{**c, "value": None} if c["value"] != c["value"] else c for c in lines]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GateReport:
-        return cls([Check(c["name"], c["value"], c["limit"], c["detail"]) for c in data["checks"]])
+        values = [float("nan") if c["value"] is None else c["value"] for c in data["checks"]]
+        return cls([Check(c["name"], v, c["limit"], c["detail"]) for c, v in zip(data["checks"], values, strict=True)])
 
 
 def verify(directory: str | Path, device: str = "cpu") -> GateReport:

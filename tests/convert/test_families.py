@@ -48,7 +48,10 @@ def test_a_window_as_long_as_the_text_equals_the_teacher(family: str) -> None:
 def test_heads_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = random_teacher("llama")
     student = build_student(teacher, "softmax")
-    tiled = lambda self, x: x.repeat(1, 1, self.spec.group, 1)
+
+    def tiled(self: Mixer, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, 1, self.spec.group, 1)
+
     monkeypatch.setattr(Mixer, "expand", tiled)
     assert relative_error(logits(student, tokens()), logits(teacher, tokens())) > 1e-2
 
