@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from linearize.kernels.checks import (
     check_cu_seqlens,
     check_float,
@@ -14,7 +16,6 @@ from linearize.kernels.dispatch import resolve_backend
 from linearize.kernels.linear_attention.chunked import linear_attention_chunked
 from linearize.kernels.linear_attention.decode import linear_attention_step
 from linearize.kernels.linear_attention.reference import linear_attention_reference
-from torch import Tensor
 
 __all__ = ["linear_attention", "linear_attention_step"]
 
@@ -89,7 +90,7 @@ def linear_attention(
     unsupported = _no_kernel_for(q, k, v, initial_state)
     chosen = resolve_backend(backend, q.device, operation=_NAME, unsupported=unsupported)
     if chosen == "triton" and v.numel() > 0 and q.numel() > 0:
-        from linearize.kernels.linear_attention.triton_backward import linear_attention_triton
+        from linearize.kernels.linear_attention.triton_op import linear_attention_triton
 
         return linear_attention_triton(
             q,

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from linearize.kernels.linear_attention.reference import compute_dtype
 from linearize.kernels.packing import gather_group, group_by_length
-from torch import Tensor
 
 MAX_CHUNK = 64
 # Decays below this are taken as 0, which keeps their products out of the slow denormal range.

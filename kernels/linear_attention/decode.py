@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from linearize.kernels.checks import check_float, check_same_device, check_tensor
 from linearize.kernels.dispatch import resolve_backend
-from torch import Tensor
 
 _NAME = "linear_attention_step"
 MAX_KEY_WIDTH = 1024  # of the Triton kernel

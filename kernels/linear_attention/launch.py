@@ -1,5 +1,10 @@
-"""Launch configurations of the Triton kernels: a small table by width and element size, nothing tuned at "
-"start-up."""
+"""Launch configurations of the Triton kernels: a small table by width and element size, measured on an H200 with
+Triton 3.6 (docs/kernels.md); nothing is tuned at start-up.
+
+In 16 bits no block is narrower than 64 channels. Triton 3.6 on Hopper reads past shared memory in products of
+narrower tiles (github.com/triton-lang/triton/issues/11366): `_finish` with 32 key channels and `_scan` with 16
+failed so on an H200.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +25,37 @@ class Launch:
     stages: int
 
 
-def padded(width: int) -> int:
-    """The power of two, at least 16, that a matrix dimension is padded to."""
-    return max(16, 1 << (width - 1).bit_length())
+def padded(width: int, itemsize: int) -> int:
+    """The power of two that a matrix dimension is padded to: at least 64 in 16 bits, 16 in 32."""
+    return max(64 if itemsize == 2 else 16, 1 << (width - 1).bit_length())
 
 
-def scan_launch(a_width: int, c_width: int, itemsize: int, *, rowdot: bool = False) -> Launch:
-    """`_scan`: the state is `padded(a_width)` by `block`."""
-    a_block = padded(a_width)
+def scan_launch(a_width: int, c_width: int, itemsize: int, *, per_token: bool = False) -> Launch:
+    """`_scan`: the state is `padded(a_width)` by `block`. per_token: with one decay per token."""
+    a_block, c_block = padded(a_width, itemsize), padded(c_width, itemsize)
     if itemsize > 2:  # float32: registers and shared memory are short, and speed is not the point
-        return Launch(min(32, padded(c_width)), 8 if a_block > 64 else 4, 1)
+        return Launch(min(32, c_block), 8 if a_block > 64 else 4, 1)
     if a_block > 128:
-        return Launch(min(64, padded(c_width)), 8, 1)
-    if a_block <= 64 and c_width > 128:
+        return Launch(64, 8, 1)
+    if a_block == 64 and c_block > 128:
         return Launch(128, 4, 2)
-    return Launch(min(64, padded(c_width)), 8 if rowdot else 4, 2)
+    return Launch(64, 4, 2 if per_token else 3)
 
 
 def prepare_launch(width: int, itemsize: int) -> Launch:
     """`_prepare`: `block` key channels at a time."""
-    return Launch(min(32, padded(width)), 4, 1)
+    return Launch(min(64 if itemsize == 2 else 32, padded(width, itemsize)), 4, 1)
 
 
 def finish_launch(k_width: int, v_width: int, itemsize: int) -> tuple[Launch, int]:
     """`_finish`: `block` key channels per program, and how many value channels it reads at a time."""
-    block_v = min(64 if itemsize == 2 else 32, padded(v_width))
-    return Launch(min(64 if itemsize == 2 else 32, padded(k_width)), 8, 1), block_v
+    widest = 64 if itemsize == 2 else 32
+    return Launch(min(widest, padded(k_width, itemsize)), 8, 1), min(widest, padded(v_width, itemsize))
+
+
+def finish_weak_launch(k_width: int, v_width: int) -> tuple[Launch, int]:
+    """`_finish_weak`, like `finish_launch`."""
+    return Launch(64, 8, 2), 64
 
 
 @functools.cache
@@ -58,8 +68,8 @@ def _multiprocessors(device: torch.device) -> int:
 def segments(programs: int, chunks: int, device: torch.device) -> int:
     """Into how many segments to cut the sequences so that the programs fill the GPU twice over.
 
-    A cut costs a second pass over keys and values, so a GPU that is at least filled once is left alone, and
-    a segment is never shorter than eight chunks.
+    A cut costs a second pass over keys and values, so a GPU that is at least filled once is left alone, and a segment
+    is never shorter than eight chunks.
     """
     processors = _multiprocessors(device)
     if programs <= 0 or programs >= processors:
@@ -69,4 +79,5 @@ def segments(programs: int, chunks: int, device: torch.device) -> int:
 
 def step_launch(k_width: int, v_width: int) -> Launch:
     """`_step`: `block` value channels of the state, 4096 to 8192 elements, per program."""
-    return Launch(max(16, min(8192 // padded(k_width), padded(v_width))), 4, 1)
+    k_block = max(16, 1 << (k_width - 1).bit_length())
+    return Launch(max(16, min(8192 // k_block, 1 << (v_width - 1).bit_length())), 4, 1)

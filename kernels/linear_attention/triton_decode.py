@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from linearize.kernels.dispatch import on_device
 from linearize.kernels.linear_attention.launch import step_launch
-from torch import Tensor
 
 
 @triton.jit
@@ -90,8 +91,7 @@ def _step(
 @torch.library.custom_op(
     "linearize::linear_attention_step",
     mutates_args=("state",),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) state, Tensor? g, Tensor? bonus, float scale) "
-    "-> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) state, Tensor? g, Tensor? bonus, float scale) -> Tensor",
 )
 def _step_op(
     q: Tensor,

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import triton
+
 from linearize.kernels import bench
 from linearize.kernels.linear_attention import launch, linear_attention, linear_attention_step
 from linearize.kernels.linear_attention import triton_backward as tb

@@ -117,6 +117,17 @@ def test_float16(decay):
     compare(draw_inputs(1, 1, 130, 2, 32, 32, decay, states=1, dtype=torch.float16), torch.float16)
 
 
+@pytest.mark.parametrize("bonus", [False, True])
+@pytest.mark.parametrize("strongest", [0.5, 1.2, 3.0])
+def test_float16_weak_decays(strongest, bonus):
+    """Chunks for the kernels without branches, for those with, and both kinds in one sequence."""
+    inputs = draw_inputs(
+        14, 1, 150, 1, 32, 32, "vector", bonus, states=1, weakest=0.2, strongest=strongest, dtype=torch.float16
+    )
+    inputs["log_decay"][:, :64] *= 0.5
+    compare(inputs, torch.float16)
+
+
 @pytest.mark.parametrize("decay", ["scalar", "vector"])
 @pytest.mark.parametrize("strength", [1e-4, 1.0, 3.0, 9.0, 50.0])
 def test_one_decay_strength(decay, strength):
@@ -148,9 +159,7 @@ def test_packed(decay):
 @pytest.mark.parametrize("states", [None, 2])
 def test_segments(decay, states, monkeypatch):
     """Sequences cut into more segments than fit evenly."""
-    from linearize.kernels.linear_attention import triton_forward
-
-    monkeypatch.setattr(triton_forward, "segments", lambda *_: 4)
+    monkeypatch.setattr(launch, "segments", lambda *_: 4)
     compare(draw_inputs(5, 2, 300, 1, 16, 40, decay, states=states), final=states is not None)
 
 
@@ -184,14 +193,11 @@ def test_only_the_state_is_used():
 
 def test_every_launch_in_the_table(monkeypatch):
     """Narrower blocks than the default's: several programs along both widths."""
-    from linearize.kernels.linear_attention import triton_backward, triton_forward
-
     for block in (16, 32, 64):
         pick = launch.Launch(block, 4, 1)
-        monkeypatch.setattr(triton_forward, "scan_launch", lambda *_, pick=pick, **__: pick)
-        monkeypatch.setattr(triton_backward, "scan_launch", lambda *_, pick=pick, **__: pick)
-        monkeypatch.setattr(triton_forward, "prepare_launch", lambda *_, pick=pick: pick)
-        monkeypatch.setattr(triton_backward, "finish_launch", lambda *_, pick=pick: (pick, pick.block))
+        monkeypatch.setattr(launch, "scan_launch", lambda *_, pick=pick, **__: pick)
+        monkeypatch.setattr(launch, "prepare_launch", lambda *_, pick=pick: pick)
+        monkeypatch.setattr(launch, "finish_launch", lambda *_, pick=pick: (pick, pick.block))
         for decay in ("scalar", "vector"):
             compare(draw_inputs(8, 1, 70, 1, 60, 64, decay, states=1))
 
@@ -230,12 +236,12 @@ def test_what_has_no_kernel_says_so():
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 def test_the_operators_are_sound(decay):
     """torch's own checks: schema, registration, shapes without data, and tracing."""
-    from linearize.kernels.linear_attention import triton_backward
+    from linearize.kernels.linear_attention import triton_op
 
     x = [v.float().requires_grad_() for v in draw_inputs(10, 1, 70, 2, 16, 16, decay, states=1).values()]
     q, k, v, *g, start = x
     torch.library.opcheck(
-        triton_backward._forward_op, (q, k, v, g[0] if g else None, None, start, 0.25, None, True)
+        triton_op._forward_op, (q, k, v, g[0] if g else None, None, start, 0.25, None, True)
     )
 
 
