@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 CHUNK = 64
+GROUP = 16  # chunks that one program of `_prepare` or `_finish` looks through for strong decays
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def finish_launch(k_width: int, v_width: int, itemsize: int) -> tuple[Launch, in
 
 def finish_weak_launch(k_width: int, v_width: int) -> tuple[Launch, int]:
     """`_finish_weak`, like `finish_launch`."""
-    return Launch(64, 8, 2), 64
+    return Launch(64, 4, 2), 64
 
 
 @functools.cache
