@@ -1,0 +1,205 @@
+"""The gated scan: blocks, steps and the Triton kernels against the float64 loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from linearize.kernels.dispatch import triton_interpreted
+from linearize.kernels.gated_scan import gated_scan, gated_scan_step
+
+TIMES = [0, 1, 2, 15, 16, 17, 64, 65, 130]
+CHUNKS = [None, None, 1, 2, 4, 16, 128]
+TOLERANCE = 1e-5
+
+many = settings(max_examples=40, deadline=None, derandomize=True)
+few = settings(max_examples=12, deadline=None, derandomize=True)
+interpreted = pytest.mark.skipif(not triton_interpreted(), reason="runs in a process with TRITON_INTERPRET=1")
+
+
+def draw_inputs(seed: int, *shape: int, states: int | None = None) -> dict[str, Tensor]:
+    """Float64 inputs that float32 holds exactly; gates near 0, near 1 and in between."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {"x": torch.randn(shape, generator=generator)}
+    inputs["gate"] = torch.sigmoid(4 * torch.randn(shape, generator=generator))
+    if states is not None:
+        inputs["initial_state"] = torch.randn(states, *shape[2:], generator=generator)
+    return {name: x.double() for name, x in inputs.items()}
+
+
+def relative_rms(ours: Tensor, reference: Tensor) -> float:
+    assert ours.shape == reference.shape
+    assert torch.isfinite(ours).all()
+    error = (ours.detach().double() - reference.detach().double()).norm()
+    size = reference.detach().double().norm()
+    return float(error / size) if size > 0 else float(error)
+
+
+def run(inputs: dict[str, Tensor], dtype: torch.dtype, backend: str, **options) -> dict[str, Tensor]:
+    """Outputs, final state and all gradients under random output gradients."""
+    leaves = {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
+    y, state = gated_scan(**leaves, output_final_state=True, backend=backend, **options)
+    assert state is not None
+    assert y.dtype == dtype
+    generator = torch.Generator().manual_seed(7)
+    dy = torch.randn(y.shape, generator=generator).to(y.dtype)
+    dstate = torch.randn(state.shape, generator=generator).to(state.dtype)
+    loss = (y * dy).sum() + (state * dstate).sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return {"y": y, "state": state, **{f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}}
+
+
+def assert_close(ours: dict[str, Tensor], reference: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    errors = {name: relative_rms(ours[name], reference[name]) for name in reference}
+    assert all(error <= tolerance for error in errors.values()), errors
+
+
+@many
+@given(
+    seed=st.integers(0, 2**31),
+    T=st.sampled_from(TIMES),
+    inner=st.sampled_from([(5,), (16,), (2, 3)]),
+    chunk_size=st.sampled_from(CHUNKS),
+    position=st.sampled_from([0, 0, 1, 5, 64, "rows"]),
+    initial=st.booleans(),
+)
+def test_blocks_are_the_recurrence(seed, T, inner, chunk_size, position, initial):
+    inputs = draw_inputs(seed, 2, T, *inner, states=2 if initial else None)
+    options = {"chunk_size": chunk_size, "position": torch.tensor([3, 16]) if position == "rows" else position}
+    reference = run(inputs, torch.float64, "reference", **options)
+    assert_close(run(inputs, torch.float32, "chunked", **options), reference)
+    assert_close(run(inputs, torch.float64, "chunked", **options), reference, 1e-12)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4, 128])
+@pytest.mark.parametrize("gate", [0.0, 1e-6, 1 - 2**-20, 1.0])
+def test_extreme_gates(chunk_size, gate):
+    """Nothing is divided by a gate, and its logarithm is never taken."""
+    inputs = draw_inputs(0, 1, 300, 4, states=1)
+    inputs["gate"] = torch.full_like(inputs["gate"], gate)
+    reference = run(inputs, torch.float64, "reference", chunk_size=chunk_size)
+    assert_close(run(inputs, torch.float32, "chunked", chunk_size=chunk_size), reference)
+
+
+def test_against_a_sum_written_by_hand():
+    """y_t = Σ_j (Π_{m>j} g_m) (1 − g_j) x_j, over the chunk of t."""
+    x = draw_inputs(1, 1, 12, 3)
+    for backend in ("chunked", "reference"):
+        y, _ = gated_scan(**x, chunk_size=4, backend=backend)
+        for t in range(12):
+            total = torch.zeros(3, dtype=torch.float64)
+            for j in range(t // 4 * 4, t + 1):
+                weight = x["gate"][0, j + 1 : t + 1].prod(0) * (1 - x["gate"][0, j])
+                total += weight * x["x"][0, j]
+            assert relative_rms(y[0, t], total) < 1e-12
+
+
+@few
+@given(seed=st.integers(0, 2**31), cut=st.integers(0, 100), chunk_size=st.sampled_from(CHUNKS))
+def test_split_in_two_is_the_whole(seed, cut, chunk_size):
+    x = {name: value.float() for name, value in draw_inputs(seed, 2, 100, 6, states=2).items()}
+    whole, final = gated_scan(**x, chunk_size=chunk_size, output_final_state=True)
+    state, parts = x["initial_state"], []
+    for start, end in ((0, cut), (cut, 100)):
+        part, state = gated_scan(
+            x["x"][:, start:end],
+            x["gate"][:, start:end],
+            chunk_size,
+            position=start,
+            initial_state=state,
+            output_final_state=True,
+        )
+        parts.append(part)
+    assert relative_rms(torch.cat(parts, 1), whole) < TOLERANCE
+    assert relative_rms(state, final) < TOLERANCE
+
+
+@few
+@given(
+    seed=st.integers(0, 2**31),
+    lengths=st.lists(st.sampled_from([0, 0, 1, 1, 2, 17, 30, 65]), min_size=1, max_size=6),
+    chunk_size=st.sampled_from(CHUNKS),
+    initial=st.booleans(),
+    position=st.sampled_from([0, 3]),
+)
+def test_packed_is_separate(seed, lengths, chunk_size, initial, position):
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    inputs = draw_inputs(seed, 1, sum(lengths), 2, 3, states=len(lengths) if initial else None)
+    options = {"chunk_size": chunk_size, "position": position}
+    ours = run(inputs, torch.float32, "chunked", cu_seqlens=bounds, **options)
+    assert_close(ours, run(inputs, torch.float64, "reference", cu_seqlens=bounds, **options))
+    for n, (start, end) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        y, state = gated_scan(
+            inputs["x"][:, start:end],
+            inputs["gate"][:, start:end],
+            initial_state=inputs["initial_state"][n : n + 1] if initial else None,
+            output_final_state=True,
+            **options,
+        )
+        assert relative_rms(ours["y"][:, start:end], y) < TOLERANCE
+        assert relative_rms(ours["state"][n : n + 1], state) < TOLERANCE
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("inner", [(5,), (2, 3)])
+def test_steps_are_the_recurrence(chunk_size, inner):
+    x = draw_inputs(3, 2, 11, *inner, states=2)
+    rows = torch.tensor([2, 9])
+    y, final = gated_scan(**x, chunk_size=chunk_size, position=rows, output_final_state=True, backend="reference")
+    state = x["initial_state"].float()
+    address, steps = state.data_ptr(), []
+    for t in range(11):
+        token = (x[name][:, t].float() for name in ("x", "gate"))
+        steps.append(gated_scan_step(*token, state, chunk_size, position=rows + t))
+    assert state.data_ptr() == address
+    assert relative_rms(torch.stack(steps, 1), y) < TOLERANCE
+    assert relative_rms(state, final) < TOLERANCE
+    one = torch.zeros(2, *inner).fill_(5)
+    gated_scan_step(x["x"][:, 0].float(), x["gate"][:, 0].float(), one, 4, position=8)
+    assert relative_rms(one, x["x"][:, 0] * (1 - x["gate"][:, 0])) < TOLERANCE
+
+
+def test_strided_half_and_expanded_gradients():
+    x = draw_inputs(4, 2, 65, 2, 8)
+    scattered = {name: value.transpose(1, 2).contiguous().transpose(1, 2) for name, value in x.items()}
+    assert_close(
+        run(scattered, torch.float32, "chunked", chunk_size=16), run(x, torch.float64, "reference", chunk_size=16)
+    )
+    half = x["x"].bfloat16()
+    y, state = gated_scan(half, x["gate"].float(), output_final_state=True)
+    reference, _ = gated_scan(half.double(), x["gate"], backend="reference")
+    assert y.dtype == torch.bfloat16
+    assert state.dtype == torch.float32
+    assert relative_rms(y, reference) < torch.finfo(torch.bfloat16).eps
+    leaf = x["x"].requires_grad_()
+    gated_scan(leaf, x["gate"])[0].sum().backward()
+    (expected,) = torch.autograd.grad(gated_scan(leaf, x["gate"], backend="reference")[0].sum(), leaf)
+    assert relative_rms(leaf.grad, expected) < 1e-12
+
+
+BASE = {name: value.float() for name, value in draw_inputs(0, 2, 4, 3, 8).items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"gate": torch.zeros(2, 4, 3, 7)}, ValueError, ["gate", "D=8"]),
+        ({"gate": torch.full((2, 4, 3, 8), 1.5)}, ValueError, ["gate", "1.5", "[0, 1]"]),
+        ({"x": torch.zeros(2, 4, 3, 8, dtype=torch.int64)}, TypeError, ["x", "int64"]),
+        ({"chunk_size": 3}, ValueError, ["chunk_size", "3", "power of two"]),
+        ({"chunk_size": 0}, ValueError, ["chunk_size", "0"]),
+        ({"position": -1}, ValueError, ["position", "-1"]),
+        ({"position": torch.zeros(3, dtype=torch.int64)}, ValueError, ["position", "[2]"]),
+        ({"initial_state": torch.zeros(2, 8)}, ValueError, ["initial_state"]),
+        ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, ["batch must be 1"]),
+        ({"backend": "fast"}, ValueError, ["backend", "fast"]),
+    ],
+)
+def test_bad_arguments_are_named(change, error, words):
+    with pytest.raises(error) as caught:
+        gated_scan(**{**BASE, **change})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
