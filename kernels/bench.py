@@ -1,7 +1,7 @@
 """Kernel benchmarks on one GPU: ours, torch's attention and, where installed, fla, in the same run.
 
 `kernel_rows()` returns one `Row` per implementation and shape; `table()` prints them. Times are medians of
-CUDA-event timings. Beside each time stands its bound: the bytes an ideal kernel moves over the measured copy
+CUDA-event timings, GPU time alone. Beside each time stands its bound: the bytes an ideal kernel moves over the measured copy
 bandwidth, or the operations over the measured matrix rate, whichever is longer.
 """
 
@@ -14,15 +14,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from linearize.kernels.linear_attention import linear_attention, linear_attention_step
 from torch import Tensor
+
+from linearize.kernels.linear_attention import linear_attention, linear_attention_step
 
 DEVICE = "cuda"
 
 
 @dataclasses.dataclass
 class Row:
-    """One measurement; times in milliseconds, None where it was not taken."""
+    """One measurement; times in milliseconds, None where it was not taken.
+
+    host_ms is what the host takes to launch the forward pass: short passes can't repeat faster than that outside a
+    CUDA graph.
+    """
 
     operation: str
     shape: str
@@ -32,6 +37,7 @@ class Row:
     forward_bound_ms: float | None = None
     both_bound_ms: float | None = None
     first_call_s: float | None = None
+    host_ms: float | None = None
     note: str = ""
 
 
@@ -48,9 +54,11 @@ class Machine:
 
 
 def time_ms(run: Callable[[], object], repeats: int = 20, warmup: int = 3) -> float:
-    """Median GPU time of `run`."""
+    """Median GPU time of `run`; the GPU sleeps first, so that launches by the host are not what is timed."""
     for _ in range(warmup):
         run()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(20_000_000 * max(1, repeats // 20))
     starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
     for start, end in zip(starts, ends, strict=True):
@@ -87,8 +95,8 @@ def measure_machine() -> Machine:
 
 def forward_and_both(
     run: Callable[..., Tensor], inputs: Sequence[Tensor], repeats: int = 20
-) -> tuple[float, float, float]:
-    """(forward ms, forward plus backward ms, seconds to the first result) of `run(*inputs)`."""
+) -> tuple[float, float, float, float]:
+    """(forward ms, forward plus backward ms, seconds to the first result, host ms) of `run(*inputs)`."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -105,7 +113,14 @@ def forward_and_both(
     def both() -> None:
         torch.autograd.grad(run(*leaves), leaves, do)
 
-    return time_ms(forward, repeats), time_ms(both, repeats), first
+    times = time_ms(forward, repeats), time_ms(both, repeats)
+    torch.cuda._sleep(50_000_000)
+    began = time.perf_counter()
+    for _ in range(10):
+        forward()
+    host = (time.perf_counter() - began) * 100
+    torch.cuda.synchronize()
+    return *times, first, host
 
 
 SHAPES = [
@@ -133,9 +148,7 @@ def draw(B: int, T: int, H: int, K: int, V: int, decay: str) -> list[Tensor]:
     return inputs
 
 
-def linear_attention_work(
-    B: int, T: int, H: int, K: int, V: int, decay: str
-) -> tuple[tuple[float, float], ...]:
+def linear_attention_work(B: int, T: int, H: int, K: int, V: int, decay: str) -> tuple[tuple[float, float], ...]:
     """(bytes, operations) an ideal kernel has for the forward pass, and for both passes together."""
     tokens, chunk = B * T * H, 64
     g = {"none": 0, "scalar": 4, "vector": 4 * K}[decay]
@@ -146,9 +159,7 @@ def linear_attention_work(
     return (read + write, operations), (read + write + backward_bytes, 3.5 * operations)
 
 
-def linear_attention_rows(
-    machine: Machine, shapes: Iterable[tuple] = tuple(SHAPES), repeats: int = 20
-) -> list[Row]:
+def linear_attention_rows(machine: Machine, shapes: Iterable[tuple] = tuple(SHAPES), repeats: int = 20) -> list[Row]:
     """Ours, fla and softmax attention at each shape."""
     rows = []
     for B, T, H, K, V, decays in shapes:
@@ -161,7 +172,7 @@ def linear_attention_rows(
                 row = Row(operation, shape, name)
                 row.forward_bound_ms, row.both_bound_ms = machine.bound_ms(fb, fo), machine.bound_ms(bb, bo)
                 try:
-                    row.forward_ms, row.both_ms, row.first_call_s = forward_and_both(run, inputs, repeats)
+                    row.forward_ms, row.both_ms, row.first_call_s, row.host_ms = forward_and_both(run, inputs, repeats)
                 except Exception as error:  # a peer that can't run must not end the benchmark
                     row.note = f"{type(error).__name__}: {error}".splitlines()[0][:120]
                 rows.append(row)
@@ -194,26 +205,21 @@ def _softmax_row(shape: str, inputs: list[Tensor], repeats: int) -> Row:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     row = Row("softmax attention, causal", shape, "torch SDPA")
-    row.forward_ms, row.both_ms, row.first_call_s = forward_and_both(run, inputs, min(repeats, 5))
+    row.forward_ms, row.both_ms, row.first_call_s, row.host_ms = forward_and_both(run, inputs, min(repeats, 5))
     return row
 
 
-def step_rows(
-    machine: Machine, shapes: Iterable[tuple[int, int, int, int]] = tuple(STEP_SHAPES)
-) -> list[Row]:
+def step_rows(machine: Machine, shapes: Iterable[tuple[int, int, int, int]] = tuple(STEP_SHAPES)) -> list[Row]:
     """One decoding step with a decay per channel; the state is read and written once."""
     rows = []
     for B, H, K, V in shapes:
         q, k, v, g = (x[:, 0] for x in draw(B, 1, H, K, V, "vector"))
         # Several states in turn, or a small one would stay in the cache.
         states = [
-            torch.randn(B, H, K, V, device=DEVICE)
-            for _ in range(max(1, min(8, (1 << 28) // (4 * B * H * K * V))))
+            torch.randn(B, H, K, V, device=DEVICE) for _ in range(max(1, min(8, (1 << 28) // (4 * B * H * K * V))))
         ]
 
-        def run(
-            states: list[Tensor] = states, q: Tensor = q, k: Tensor = k, v: Tensor = v, g: Tensor = g
-        ) -> None:
+        def run(states: list[Tensor] = states, q: Tensor = q, k: Tensor = k, v: Tensor = v, g: Tensor = g) -> None:
             for state in states:
                 linear_attention_step(q, k, v, state, g)
 
@@ -242,20 +248,20 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as text, with the fraction of the bound that was reached."""
     lines = [
         f"{'operation':32} {'shape':26} {'by':11} {'fwd ms':>8} {'bound':>6} {'both ms':>8} {'bound':>6} "
-        f"{'first s':>8}"
+        f"{'first s':>8} {'host ms':>8}"
     ]
     for row in rows:
         reached = [
-            f"{time:8.4f} {100 * bound / time:5.0f}%"
-            if time and bound
-            else f"{time:8.3f}       "
-            if time
-            else " " * 15
+            f"{time:8.4f} {100 * bound / time:5.0f}%" if time and bound else f"{time:8.3f}       " if time else " " * 15
             for time, bound in ((row.forward_ms, row.forward_bound_ms), (row.both_ms, row.both_bound_ms))
         ]
         first = f"{row.first_call_s:8.1f}" if row.first_call_s is not None else " " * 8
+        host = f"{row.host_ms:8.3f}" if row.host_ms is not None else " " * 8
         lines.append(
-            f"{row.operation:32} {row.shape:26} {row.implementation:11} {' '.join(reached)} {first}  "
-            f"{row.note}"
+            f"{row.operation:32} {row.shape:26} {row.implementation:11} {' '.join(reached)} {first} {host}  {row.note}"
         )
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(kernel_rows()))

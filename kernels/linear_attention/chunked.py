@@ -50,9 +50,7 @@ def linear_attention_chunked(
     if cu_seqlens is not None:
         return _packed(q_BTHK, k_BTHK, v_BTHV, log_decay, bonus_HK, scale, initial_state, cu_seqlens, dtype)
     if T == 0 or B == 0 or H == 0:
-        state = (
-            q_BTHK.new_zeros(B, H, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
-        )
+        state = q_BTHK.new_zeros(B, H, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
         return v_BTHV.clone(), state  # empty, but a part of v's graph
     if T == 1:
         return _single_token(q_BTHK, k_BTHK, v_BTHV, log_decay, bonus_HK, scale, initial_state, dtype)
@@ -74,9 +72,7 @@ def linear_attention_chunked(
         q_start_MCK, k_end_MCK, total = q_MCK, k_MCK, None
     elif log_decay.dim() == 4:
         g_MCK = _to_chunks(log_decay, C, dtype)
-        A_MCC, q_start_MCK, k_end_MCK, total = _VectorScores.apply(
-            q_MCK, k_MCK, g_MCK, diagonal_MC, exclusive
-        )
+        A_MCC, q_start_MCK, k_end_MCK, total = _VectorScores.apply(q_MCK, k_MCK, g_MCK, diagonal_MC, exclusive)
     else:
         g_MC = _scalar_to_chunks(log_decay, B, T, C, dtype)
         L_MCC, from_start_MC, to_end_MC, total = _scalar_decays(g_MC, exclusive)
@@ -87,9 +83,7 @@ def linear_attention_chunked(
     update_MKV = k_end_MCK.mT @ v_MCV
     S0 = None if initial_state is None else initial_state.to(dtype).reshape(B * H, K, V)
     update = update_MKV.view(B * H, -1, K, V)
-    states, final = _StateScan.apply(
-        update, None if total is None else total.view(B * H, update.shape[1], -1), S0
-    )
+    states, final = _StateScan.apply(update, None if total is None else total.view(B * H, update.shape[1], -1), S0)
     o_MCV = torch.baddbmm(A_MCC @ v_MCV, q_start_MCK, states.view(-1, K, V))
     o_BHTV = o_MCV.view(B, H, -1, V)[:, :, :T]
     return o_BHTV.transpose(1, 2).to(v_BTHV.dtype), final.view(B, H, K, V)
@@ -164,9 +158,7 @@ class _VectorScores(torch.autograd.Function):
         return A_MCC, q, k, decay.view(M, K)
 
     @staticmethod
-    def backward(
-        ctx: Any, dA_MCC: Tensor, dq: Tensor, dk: Tensor, dtotal_MK: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dA_MCC: Tensor, dq: Tensor, dk: Tensor, dtotal_MK: Tensor) -> tuple[Tensor | None, ...]:
         q_MCK, k_MCK, g_MCK = ctx.saved_tensors
         M, C, K = q_MCK.shape
         q, k, sums, decay = _leaves(q_MCK, k_MCK, g_MCK, ctx.exclusive)
@@ -199,9 +191,7 @@ class _VectorScores(torch.autograd.Function):
         return dq, dk, dg, dA_MCC.diagonal(dim1=1, dim2=2), None
 
 
-def _leaves(
-    q_MCK: Tensor, k_MCK: Tensor, g_MCK: Tensor, exclusive: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _leaves(q_MCK: Tensor, k_MCK: Tensor, g_MCK: Tensor, exclusive: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Blocks of one position: the query carries its own step's decay (unless exclusive), the key none."""
     decay = g_MCK.exp()
     q = q_MCK.clone() if exclusive else q_MCK * decay
@@ -223,9 +213,7 @@ def _between_halves(A_MCC: Tensor, h: int) -> Tensor:
     """The [M, C/2h, h, h] scores between right-half queries and left-half keys of each block of 2h."""
     M, C, _ = A_MCC.shape
     s0, s1, s2 = A_MCC.stride()
-    return A_MCC.as_strided(
-        (M, C // (2 * h), h, h), (s0, 2 * h * (s1 + s2), s1, s2), A_MCC.storage_offset() + h * s1
-    )
+    return A_MCC.as_strided((M, C // (2 * h), h, h), (s0, 2 * h * (s1 + s2), s1, s2), A_MCC.storage_offset() + h * s1)
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
@@ -249,9 +237,7 @@ class _StateScan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, update: Tensor, total: Tensor | None, initial: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, update: Tensor, total: Tensor | None, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         BH, N, K, V = update.shape
         states = update.new_empty(BH, N, K, V)
         state = update.new_zeros(BH, K, V) if initial is None else initial

@@ -90,10 +90,7 @@ def _step(
     q, k, v = q_BHK.to(dtype), k_BHK.to(dtype), v_BHV.to(dtype)
     # o reads the updated state, or with a bonus the state before plus (q·(u ⊙ k)) v.
     if bonus_HK is not None:
-        o = (
-            torch.matmul(q[:, :, None], state_BHKV)[:, :, 0]
-            + (q * bonus_HK.to(dtype) * k).sum(-1, keepdim=True) * v
-        )
+        o = torch.matmul(q[:, :, None], state_BHKV)[:, :, 0] + (q * bonus_HK.to(dtype) * k).sum(-1, keepdim=True) * v
     if log_decay is not None:
         decay = log_decay.to(dtype).exp()
         decay = decay[None, :, None] if decay.dim() == 1 else decay

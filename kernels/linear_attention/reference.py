@@ -10,9 +10,7 @@ from torch import Tensor
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 if any input has it, else float32: what the inside of every form is computed in."""
-    return (
-        torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
-    )
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def linear_attention_reference(

@@ -1,344 +1,227 @@
-"""Find launch configurations for linear attention on this GPU: each candidate is checked, then timed.
+"""Find launch configurations for linear attention on this GPU: each candidate is timed, risky ones checked first.
 
     python -m linearize.kernels.linear_attention.tune [output.json] [seconds]
 
-Prints one line per candidate and last the benchmark table with the table's own choices.
+Candidates run in child processes. One that breaks the CUDA context ends its child, and the next child goes on behind it.
+Prints one line per candidate and last the best of each kernel.
 """
 
-# ruff: noqa: B023  (candidates run at once, inside the loop that makes them)
+# ruff: noqa: B008  (defaults keep each candidate's own values)
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
-import triton
+from torch import Tensor
 
 from linearize.kernels import bench
 from linearize.kernels.linear_attention import launch, linear_attention, linear_attention_step
-from linearize.kernels.linear_attention import triton_backward as tb
-from linearize.kernels.linear_attention import triton_decode as td
-from linearize.kernels.linear_attention import triton_forward as tf
+from linearize.kernels.linear_attention import triton_finish as finishing
+from linearize.kernels.linear_attention import triton_prepare as preparing
+from linearize.kernels.linear_attention import triton_scan as scanning
+from linearize.kernels.linear_attention.launch import Launch
+from linearize.kernels.linear_attention.triton_common import Packing
 
-BEGAN = time.perf_counter()
-LIMIT = float(sys.argv[2]) if len(sys.argv) > 2 else 500.0
-RESULTS: list[dict] = []
-
-
-def left() -> float:
-    return LIMIT - (time.perf_counter() - BEGAN)
+Candidate = tuple[str, str, str, Callable[[], dict[str, float]]]  # kernel, case, configuration, measurement
 
 
-def say(**row) -> None:
-    RESULTS.append(row)
-    print(
-        "  ".join(
-            f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-            for name, value in row.items()
-        ),
-        flush=True,
-    )
+@contextlib.contextmanager
+def choosing(**choices: Any) -> Iterator[None]:
+    """The launch table with some of its functions replaced by fixed answers."""
+    with contextlib.ExitStack() as stack:
+        for name, choice in choices.items():
+            stack.enter_context(mock.patch.object(launch, name, lambda *_, choice=choice, **__: choice))
+        yield
 
 
-def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
+def error(ours: Tensor, expected: Tensor) -> float:
     return float((ours.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
-
-
-def patched(scan=None, prepare=None, finish=None, step=None):
-    """The launch table with some choices replaced."""
-    stack = []
-    if scan:
-        stack += [
-            mock.patch.object(tf, "scan_launch", lambda *_, **__: scan),
-            mock.patch.object(tb, "scan_launch", lambda *_, **__: scan),
-        ]
-    if prepare:
-        stack.append(mock.patch.object(tf, "prepare_launch", lambda *_: prepare))
-    if finish:
-        stack.append(mock.patch.object(tb, "finish_launch", lambda *_: finish))
-    if step:
-        stack.append(mock.patch.object(td, "step_launch", lambda *_: step))
-    return stack
-
-
-class together:
-    def __init__(self, patches):
-        self.patches = patches
-
-    def __enter__(self):
-        for patch in self.patches:
-            patch.start()
-
-    def __exit__(self, *_):
-        for patch in self.patches:
-            patch.stop()
 
 
 def check(K: int, V: int, decay: str, H: int = 2, T: int = 1000) -> float:
     """Worst relative error of outputs and gradients against float64, strong and weak decays together."""
     x = bench.draw(1, T, H, K, V, decay)
     if decay != "none":
-        x[3] = x[3] * torch.logspace(-1, 1.5, x[3].shape[1], device=bench.DEVICE).view(
-            1, -1, *[1] * (x[3].dim() - 2)
-        )
+        strength = torch.logspace(-1, 1.5, x[3].shape[1], device=bench.DEVICE)
+        x[3] = x[3] * strength.view(1, -1, *[1] * (x[3].dim() - 2))
     do = torch.randn_like(x[2])
     results = []
     for double, backend in ((False, "triton"), (True, "chunked")):
         leaves = [(t.double() if double else t).detach().requires_grad_() for t in x]
         o, _ = linear_attention(*leaves, backend=backend)
-        results.append([o, *torch.autograd.grad(o, leaves, do.to(o.dtype))])
+        results.append([o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype))])
     return max(error(a, b) for a, b in zip(*results, strict=True))
 
 
-def pieces() -> None:
-    """Times of the single kernels at the shapes with targets."""
+def scans() -> Iterator[Candidate]:
+    """`_scan` in each of its roles at B4 T8192 H32 K128 V128."""
     B, T, H, K, V = 4, 8192, 32, 128, 128
-    for decay in ("none", "scalar"):
-        x = bench.draw(B, T, H, K, V, decay)
-        q, k, v = x[:3]
-        B, T, H, K = q.shape
-        packing = tf.Packing(B, T, None)
-        g = x[3] if decay == "scalar" else None
-        o = torch.empty_like(v)
-        for chunk in (64, 128):
-            for block, warps, stages in (
-                (64, 4, 2),
-                (64, 4, 3),
-                (64, 8, 2),
-                (128, 8, 2),
-                (128, 8, 1),
-                (32, 4, 2),
-                (64, 4, 1),
-            ):
-                if left() < 60:
-                    return
-                pick = launch.Launch(block, warps, stages)
-                with mock.patch.object(tf, "CHUNK", chunk), mock.patch.object(tb, "CHUNK", chunk):
-                    candidate(
-                        "scan forward",
-                        decay,
-                        (chunk, block, warps, stages),
-                        lambda: tf.scan(
-                            tf.Packing(B, T, None), q, k, v, out=o, log_decay=g, scale=0.1, launch=pick
-                        ),
-                        lambda: scan_error(pick, K, V, decay),
-                    )
-        if decay == "scalar":
-            for block, warps, stages in (
-                (64, 8, 2),
-                (64, 4, 2),
-                (32, 4, 2),
-                (64, 8, 1),
-                (128, 8, 2),
-                (32, 8, 2),
-            ):
-                pick = launch.Launch(block, warps, stages)
-                rowdot = torch.empty(-(-K // block), 2, B, H, T, device=bench.DEVICE)
-                candidate(
-                    "scan rowdot reverse",
-                    decay,
-                    (64, block, warps, stages),
-                    lambda: tf.scan(
-                        packing,
-                        q,
-                        k,
-                        v,
-                        out=o,
-                        log_decay=g,
-                        scale=0.1,
-                        extra=v,
-                        rowdot=rowdot,
-                        reverse=True,
-                        launch=pick,
-                    ),
-                    None,
-                )
-            dots = torch.randn(2, 2, B, H, T, device=bench.DEVICE)
-            candidate(
-                "decay gradient",
-                decay,
-                (),
-                lambda: tb._token_decay_gradient(dots, dots, g, None, None, packing),
-                None,
-            )
-    x = bench.draw(B, T, H, K, V, "vector")
-    vector_pieces(x, "128/128")
-    torch.cuda.empty_cache()
-    vector_pieces(bench.draw(8, 4096, 1, 64, 4096, "vector"), "64/4096")
+    for decay, rowdots in (("none", False), ("scalar", False), ("scalar", True)):
+        q, k, v, *rest = bench.draw(B, T, H, K, V, decay)
+        g, o, packing = (rest[0] if rest else None), torch.empty_like(v), Packing(B, T, None)
+        for block, warps, stages in ((64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 2)):
+            pick = Launch(block, warps, stages)
+            extra = v if rowdots else None
+            rowdot = torch.empty(-(-K // block), 2, B, H, T, device=bench.DEVICE) if rowdots else None
+
+            def run(q=q, k=k, v=v, o=o, g=g, packing=packing, pick=pick, extra=extra, rowdot=rowdot):
+                options = {"out": o, "log_decay": g, "extra": extra, "rowdot": rowdot, "launch": pick}
+                return {
+                    "ms": bench.time_ms(lambda: scanning.scan(packing, q, k, v, reverse=extra is not None, **options))
+                }
+
+            yield ("scan with row dots" if rowdots else "scan"), decay, str((block, warps, stages)), run
 
 
-def vector_pieces(inputs, label) -> None:
-    q, k, v, g = inputs
-    (B, T, H, K), V = q.shape, v.shape[3]
-    packing = tf.Packing(B, T, None)
-    for block, warps in ((32, 4), (64, 8), (32, 8), (16, 4)):
-        pick = launch.Launch(block, warps, 1)
-        with together(patched(prepare=pick)):
-            candidate("prepare", label, (block, warps), lambda: tf.prepare(packing, q, k, g, None, 0.1), None)
-    qo, ko, scores, total = tf.prepare(packing, q, k, g, None, 0.1)
-    o = torch.empty_like(v)
-    wide = V > 256
-    for block, warps, stages in (
-        (64, 4, 2),
-        (64, 4, 3),
-        (128, 4, 2),
-        (128, 8, 2),
-        (64, 8, 2),
-        (128, 4, 3),
-        (32, 4, 3),
-    ):
-        pick = launch.Launch(block, warps, stages)
-        candidate(
-            "scan scores forward",
-            label,
-            (block, warps, stages),
-            lambda: tf.scan(packing, qo, ko, v, out=o, scores=scores, total=total, launch=pick),
-            None,
-        )
+def vector_pieces(B: int, T: int, H: int, K: int, V: int) -> Iterator[Candidate]:
+    """The kernels of a decay per channel, one by one."""
+    case = f"B{B} T{T} H{H} K{K} V{V}"
+    q, k, v, g = bench.draw(B, T, H, K, V, "vector")
+    packing, o = Packing(B, T, None), torch.empty_like(v)
+    for block, warps in ((64, 4), (128, 8))[: K // 64]:
+
+        def prepare(pick=Launch(block, warps, 1)) -> dict[str, float]:
+            with choosing(prepare_launch=pick):
+                return {"ms": bench.time_ms(lambda: preparing.prepare(packing, q, k, g, None, 0.1))}
+
+        yield "prepare", case, str((block, warps)), prepare
+    q_out, k_out, scores, total = preparing.prepare(packing, q, k, g, None, 0.1)
     states = torch.empty(packing.chunks, H, K, V, dtype=q.dtype, device=bench.DEVICE)
-    dstates = torch.empty_like(states)
-    for block, warps, stages in ((64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 2), (32, 4, 3)):
-        pick = launch.Launch(block, warps, stages)
-        candidate(
-            "scan states",
-            label,
-            (block, warps, stages),
-            lambda: tf.scan(packing, ko, ko, v, total=total, states=states, launch=pick),
-            None,
-        )
-        candidate(
-            "scan dv states",
-            label,
-            (block, warps, stages),
-            lambda: tf.scan(
-                packing,
-                ko,
-                qo,
-                v,
-                out=o,
-                scores=scores,
-                total=total,
-                states=dstates,
-                reverse=True,
-                launch=pick,
-            ),
-            None,
-        )
-    for block, warps, stages, v_block in (
-        (64, 8, 1, 64),
-        (64, 8, 2, 64),
-        (32, 8, 2, 64),
-        (32, 4, 1, 64),
-        (32, 4, 2, 64),
-        (32, 4, 3, 64),
-        (32, 4, 2, 32),
-        (64, 8, 2, 128),
-        (64, 4, 2, 64),
-    ):
-        pick = (launch.Launch(block, warps, stages), v_block)
-        with together(patched(finish=pick)):
-            candidate(
-                "finish",
-                label,
-                (block, warps, stages, v_block),
-                lambda: finish(packing, q, k, v, g, states, dstates, launch_=pick),
-                None if wide else lambda: check(K, V, "vector"),
-            )
-
-
-def finish(packing, q, k, v, g, states, dstates, launch_) -> None:
-    """`_finish` alone, through the code that launches it with the scans left out."""
-    with (
-        mock.patch.object(tb, "scan", lambda *_, **__: None),
-        mock.patch.object(tb, "prepare", lambda *_: (q, q, q, g)),
-    ):
-        tb._by_states(q, k, v, g, None, 0.1, None, None, packing, v, None, True, False)
-
-
-def scan_error(pick, K, V, decay) -> float:
-    with together(patched(scan=pick)):
-        return check(K, V, decay)
-
-
-def candidate(kernel, case, config, run, verify) -> None:
-    if left() < 60:
-        return
-    row = {"kernel": kernel, "case": case, "config": str(config)}
-    try:
-        if verify is not None:
-            row["error"] = verify()
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        row["first_s"] = time.perf_counter() - began
-        row["ms"] = bench.time_ms(run, repeats=8, warmup=2)
-    except Exception as problem:
-        row["failed"] = f"{type(problem).__name__}: {problem}".splitlines()[0][:100]
-    say(**row)
-
-
-def steps(machine) -> None:
-    for B, H, K, V in bench.STEP_SHAPES:
-        q, k, v, g = (x[:, 0] for x in bench.draw(B, 1, H, K, V, "vector"))
-        states = [
-            torch.randn(B, H, K, V, device=bench.DEVICE)
-            for _ in range(max(1, min(8, (1 << 28) // (4 * B * H * K * V))))
-        ]
-        for block, warps in (
-            (16, 4),
-            (32, 4),
-            (64, 4),
-            (64, 8),
-            (128, 4),
-            (128, 8),
-            (32, 2),
-            (16, 2),
-            (32, 8),
-        ):
-            if block * launch.padded(K) > 16384 or left() < 45:
+    forward = {"out": o, "scores": scores, "total": total}
+    roles: dict[str, tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]] = {
+        "scan with scores": ((q_out, k_out, v), forward),
+        "scan for states": ((k_out, k_out, v), {"total": total, "states": states}),
+        "scan for dv and states": ((k_out, q_out, v), {**forward, "states": states, "reverse": True}),
+    }
+    for name, (operands, options) in roles.items():
+        for block, warps, stages in ((64, 4, 3), (128, 4, 2), (128, 4, 3), (256, 8, 2)):
+            if block > V:
                 continue
 
-            def run():
-                for state in states:
-                    linear_attention_step(q, k, v, state, g)
+            def run(pick=Launch(block, warps, stages), operands=operands, options=options) -> dict[str, float]:
+                return {"ms": bench.time_ms(lambda: scanning.scan(packing, *operands, launch=pick, **options))}
 
-            with together(patched(step=launch.Launch(block, warps, 1))):
-                ms = bench.time_graph_ms(run) / len(states)
-            say(
-                kernel="step",
-                case=f"B{B} H{H} K{K} V{V}",
-                config=f"({block}, {warps})",
-                ms=ms,
-                of_copy=8.0 * B * H * K * V / ms / 1e-3 / machine.bandwidth,
-            )
+            yield name, case, str((block, warps, stages)), run
+    for warps, stages, v_block in ((4, 2, 64), (4, 1, 64), (4, 3, 64), (4, 1, 128), (8, 2, 64)):
+
+        def finish(pick=(Launch(64, warps, stages), v_block)) -> dict[str, float]:
+            def run() -> None:
+                finishing.finish(packing, q, k, v, g, None, 0.1, v, states, states, total, True)
+
+            with choosing(finish_weak_launch=pick):
+                return {"error": check(K, min(V, 256), "vector"), "ms": bench.time_ms(run)}
+
+        yield "finish", case, str((64, warps, stages, v_block)), finish
+
+
+def one_sequence() -> Iterator[Candidate]:
+    """How to cut B1 T32768 H1 K64 V4096."""
+    x = bench.draw(1, 32768, 1, 64, 4096, "vector")
+    for pick, count in itertools.product(
+        (Launch(64, 4, 3), Launch(128, 4, 2), Launch(128, 4, 3), Launch(256, 8, 2)), (4, 8, 16)
+    ):
+
+        def run(pick=pick, count=count) -> dict[str, float]:
+            with choosing(scan_launch=pick, segments=count), torch.no_grad():
+                return {"ms": bench.time_graph_ms(lambda: linear_attention(*x), inner=4)}
+
+        yield "one sequence", "forward", f"{(pick.block, pick.warps, pick.stages)} in {count}", run
+
+
+def steps() -> Iterator[Candidate]:
+    """One decoding step; states are taken in turn, or a small one would stay in the cache."""
+    for B, H, K, V in bench.STEP_SHAPES:
+        q, k, v, g = (x[:, 0] for x in bench.draw(B, 1, H, K, V, "vector"))
+        count = max(1, min(8, (1 << 28) // (4 * B * H * K * V)))
+        states = [torch.randn(B, H, K, V, device=bench.DEVICE) for _ in range(count)]
+        for block, warps in ((16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8), (128, 4), (128, 8)):
+            if block * K > 16384 or block > V:
+                continue
+
+            def run(q=q, k=k, v=v, g=g, states=states, pick=Launch(block, warps, 1)) -> dict[str, float]:
+                def once() -> None:
+                    for state in states:
+                        linear_attention_step(q, k, v, state, g)
+
+                with choosing(step_launch=pick):
+                    ms = bench.time_graph_ms(once) / len(states)
+                return {"ms": ms, "gbs": 2e-6 * states[0].nbytes / ms}
+
+            yield "step", f"B{B} H{H} K{K} V{V}", str((block, warps)), run
+
+
+GROUPS: dict[str, Callable[[], Iterator[Candidate]]] = {
+    "vector": lambda: vector_pieces(4, 8192, 32, 128, 128),
+    "wide": lambda: vector_pieces(8, 4096, 1, 64, 4096),
+    "one": one_sequence,
+    "steps": steps,
+    "scans": scans,
+}
+
+
+def child(group: str, first: int) -> None:
+    """Measure the candidates of a group from `first` on; ends early where the CUDA context is lost."""
+    for number, (kernel, case, config, measure) in enumerate(GROUPS[group]()):
+        if number < first:
+            continue
+        row: dict[str, Any] = {"number": number, "kernel": kernel, "case": case, "config": config}
+        try:
+            row.update(measure())
+        except Exception as problem:
+            row["failed"] = f"{type(problem).__name__}: {problem}".splitlines()[0][:100]
+        print(json.dumps(row), flush=True)
+        torch.cuda.synchronize()  # raises, and so ends this child, if the context is lost
+
+
+def collect(group: str, until: float) -> list[dict[str, Any]]:
+    """Run children until every candidate of the group has a row or time is up."""
+    rows: list[dict[str, Any]] = []
+    while time.monotonic() < until:
+        command = [sys.executable, "-m", __spec__.name, "--child", group, str(rows[-1]["number"] + 1 if rows else 0)]
+        done = len(rows)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("{"):
+                    rows.append(json.loads(line))
+                    print(
+                        "  ".join(
+                            f"{value:.4g}" if isinstance(value, float) else str(value) for value in rows[-1].values()
+                        ),
+                        flush=True,
+                    )
+                if time.monotonic() > until:
+                    process.kill()
+        if process.returncode == 0 or len(rows) == done:
+            break
+    return rows
 
 
 def main() -> None:
-    print("torch", torch.__version__, "triton", triton.__version__, torch.cuda.get_device_name(), flush=True)
-    for decay in ("none", "scalar", "vector"):
-        for K, V in ((64, 64), (128, 128)):
-            say(kernel="whole", case=f"{decay} {K}/{V}", error=check(K, V, decay))
-    machine = bench.measure_machine()
-    say(kernel="machine", copy_gbs=machine.bandwidth / 1e9, matmul_tfs=machine.matrix_rate / 1e12)
-    rows = bench.linear_attention_rows(machine, repeats=10)
-    print(bench.table(rows), flush=True)
-    pieces()
-    steps(machine)
-    print(bench.table(rows))
-    print(f"best of {len(RESULTS)}:")
-    best: dict[tuple, dict] = {}
-    for row in RESULTS:
-        if "ms" in row and row.get("error", 0.0) < 2e-2:
-            key = (row["kernel"], row["case"])
-            if key not in best or row["ms"] < best[key]["ms"]:
-                best[key] = row
-    for row in best.values():
-        print(f"  {row['kernel']:22} {row['case']:22} {row['config']:18} {row['ms']:.4f} ms")
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], int(sys.argv[3]))
+        return
+    until = time.monotonic() + (float(sys.argv[2]) if len(sys.argv) > 2 else 500.0)
+    rows = [row for group in GROUPS for row in collect(group, until)]
+    best: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = (row["kernel"], row["case"])
+        if "ms" in row and row.get("error", 0.0) < 2e-2 and row["ms"] < best.get(key, row)["ms"] + 1e-9:
+            best[key] = row
+    print("best:")
+    for (kernel, case), row in best.items():
+        print(f"  {kernel:24} {case:26} {row['config']:24} {row['ms']:.4f} ms")
     if len(sys.argv) > 1:
         with open(sys.argv[1], "w") as file:
-            json.dump({"candidates": RESULTS, "rows": [row.__dict__ for row in rows]}, file, indent=1)
+            json.dump(rows, file, indent=1)
 
 
 if __name__ == "__main__":

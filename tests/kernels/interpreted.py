@@ -54,9 +54,7 @@ def run(
     inputs: dict[str, Tensor], dtype: torch.dtype, backend: str, final: bool = True, **options
 ) -> dict[str, Tensor]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    leaves = {
-        name: x.to(dtype if name in ("q", "k", "v") else wide).requires_grad_() for name, x in inputs.items()
-    }
+    leaves = {name: x.to(dtype if name in ("q", "k", "v") else wide).requires_grad_() for name, x in inputs.items()}
     o, state = linear_attention(**leaves, output_final_state=final, backend=backend, **options)
     assert o.dtype == dtype
     generator = torch.Generator().manual_seed(7)
@@ -150,9 +148,7 @@ def test_packed(decay):
     bounds = torch.tensor([0, 0, 3, 70, 70, 71, 200, 200])
     inputs = draw_inputs(4, 1, 200, 2, 16, 16, decay, states=7)
     compare(inputs, cu_seqlens=bounds)
-    compare(
-        {name: x for name, x in inputs.items() if name != "initial_state"}, cu_seqlens=bounds, final=False
-    )
+    compare({name: x for name, x in inputs.items() if name != "initial_state"}, cu_seqlens=bounds, final=False)
 
 
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
@@ -211,16 +207,10 @@ def test_step(decay, bonus):
     results = []
     for backend in ("triton", "chunked"):
         state = (
-            x["initial_state"]
-            .transpose(2, 3)
-            .contiguous()
-            .transpose(2, 3)
-            .clone(memory_format=torch.preserve_format)
+            x["initial_state"].transpose(2, 3).contiguous().transpose(2, 3).clone(memory_format=torch.preserve_format)
         )
         token = (x[name][:, 0] for name in ("q", "k", "v"))
-        results.append(
-            (linear_attention_step(*token, state, g, bonus=x.get("bonus"), backend=backend), state)
-        )
+        results.append((linear_attention_step(*token, state, g, bonus=x.get("bonus"), backend=backend), state))
     for ours, expected in zip(*results, strict=True):
         assert (ours - expected).norm() <= 1e-5 * expected.norm()
 
@@ -240,9 +230,7 @@ def test_the_operators_are_sound(decay):
 
     x = [v.float().requires_grad_() for v in draw_inputs(10, 1, 70, 2, 16, 16, decay, states=1).values()]
     q, k, v, *g, start = x
-    torch.library.opcheck(
-        triton_op._forward_op, (q, k, v, g[0] if g else None, None, start, 0.25, None, True)
-    )
+    torch.library.opcheck(triton_op._forward_op, (q, k, v, g[0] if g else None, None, start, 0.25, None, True))
 
 
 @pytest.mark.parametrize("decay", ["none", "vector"])
@@ -254,9 +242,7 @@ def test_torch_compile(decay):
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for ours, expected in zip(
-        torch.autograd.grad(compiled(*x), x), torch.autograd.grad(loss(*x), x), strict=True
-    ):
+    for ours, expected in zip(torch.autograd.grad(compiled(*x), x), torch.autograd.grad(loss(*x), x), strict=True):
         assert torch.equal(ours, expected)
 
 
@@ -275,10 +261,7 @@ def test_torch_compile_step():
 
 
 def test_mixed_dtypes_and_autocast():
-    x = {
-        name: v.float()
-        for name, v in draw_inputs(13, 1, 70, 1, 16, 16, "vector", dtype=torch.float16).items()
-    }
+    x = {name: v.float() for name, v in draw_inputs(13, 1, 70, 1, 16, 16, "vector", dtype=torch.float16).items()}
     expected, _ = linear_attention(**x)
     o, _ = linear_attention(**{**x, "v": x["v"].half()}, backend="triton")
     assert o.dtype == torch.float16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 
 import pytest
@@ -17,6 +18,18 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 DECAYS = ["none", "constant", "scalar", "vector"]
 # Against float64 on the same inputs. In 16 bits scores, states inside products and outputs are rounded.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.5e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(autouse=True)
+def _context():
+    """A kernel that breaks the CUDA context fails its own test only: under pytest-xdist another worker takes over."""
+    yield
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as problem:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        pytest.exit(f"the CUDA context is lost: {problem}", 1)
 
 
 def draw(
@@ -54,9 +67,7 @@ def draw(
 
 def poison() -> None:
     """Fill what the allocator will hand out next with NaN: outputs and workspaces must be written in full."""
-    blocks = [
-        torch.full((n,), float("nan"), device="cuda") for n in (1 << 26, 1 << 22, 1 << 20, 1 << 18, 1 << 16)
-    ]
+    blocks = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 26, 1 << 22, 1 << 20, 1 << 18, 1 << 16)]
     del blocks
 
 
@@ -91,7 +102,9 @@ def compare(inputs: dict[str, Tensor], tolerance: float | None = None, **options
     tolerance = tolerance or TOLERANCE[inputs["q"].dtype]
     # The chunked form in float64 is the loop to 1e-12 (tests/kernels) and much faster.
     found = errors(run(inputs, "triton", **options), run(inputs, "chunked", double=True, **options))
-    assert all(error <= tolerance for error in found.values()), found
+    # The gradient of the log decay is the difference of two sums that are rounded each.
+    wrong = {n: e for n, e in found.items() if not e <= (2 * tolerance if n == "dlog_decay" else tolerance)}
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -101,15 +114,14 @@ def test_lengths(T, decay, dtype):
     compare(draw(2, T, 2, 64, 64, decay, dtype, states=2))
 
 
-WIDTHS = list(itertools.product([16, 60, 64, 100, 128, 256], repeat=2))
-SOME_WIDTHS = [(16, 256), (60, 100), (100, 16), (128, 128), (256, 64), (256, 256)]
+WIDTHS = [(16, 16), (16, 256), (60, 100), (64, 128), (100, 16), (128, 64), (128, 128), (256, 64), (256, 256)]
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 @pytest.mark.parametrize(
     ("dtype", "K", "V"),
     [(torch.bfloat16, *pair) for pair in WIDTHS]
-    + [(dtype, *pair) for dtype in (torch.float32, torch.float16) for pair in SOME_WIDTHS],
+    + [(dtype, *pair) for dtype in (torch.float32, torch.float16) for pair in WIDTHS[1::3]],
     ids=str,
 )
 def test_widths(K, V, decay, dtype):
@@ -162,23 +174,27 @@ def test_strided_inputs(decay, dtype):
     compare(x)
 
 
-def table_entries() -> list[tuple[int, int, int]]:
-    """(K, V, itemsize) reaching every launch configuration the table can give."""
-    return list(itertools.product([16, 32, 64, 128, 256], [16, 32, 64, 128, 256, 512], [2]))
-
-
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
-@pytest.mark.parametrize(("K", "V", "itemsize"), table_entries())
-def test_every_launch_in_the_table(K, V, itemsize, decay):
+@pytest.mark.parametrize(("K", "V"), [(16, 256), (64, 128), (64, 512), (128, 128), (128, 512), (256, 128)])
+def test_every_launch_in_the_table(K, V, decay):
+    """Whole chunks, for which loads are unmasked; each width that has launches of its own."""
     compare(draw(1, 320, 1, K, V, decay, torch.bfloat16, states=1, strongest=1.0, seed=K * V))
+
+
+@pytest.mark.parametrize("bonus", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strongest", [0.5, 1.3])
+def test_weak_and_strong_chunks(strongest, dtype, bonus):
+    """Both kernels of a pass side by side: some chunks decay too strongly for the one without branches."""
+    x = draw(1, 1024, 2, 64, 64, "vector", dtype, bonus, states=1, weakest=0.01, strongest=strongest)
+    x["log_decay"][:, 320:448] *= 20
+    compare(x)
 
 
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 @pytest.mark.parametrize("count", [2, 5])
 def test_segments(count, decay, monkeypatch):
-    from linearize.kernels.linear_attention import triton_forward
-
-    monkeypatch.setattr(triton_forward, "segments", lambda *_: count)
+    monkeypatch.setattr(launch, "segments", lambda *_: count)
     compare(draw(2, 1500, 2, 64, 128, decay, torch.float32, states=2))
     compare(draw(2, 1536, 2, 64, 128, decay, torch.bfloat16, strongest=0.1), final=False)
 
@@ -227,9 +243,7 @@ def test_step(K, V, bonus, decay):
     for backend in ("triton", "reference"):
         state = x["initial_state"].clone()
         token = (x[name][:, 0] for name in ("q", "k", "v"))
-        results.append(
-            (linear_attention_step(*token, state, g, bonus=x.get("bonus"), backend=backend), state)
-        )
+        results.append((linear_attention_step(*token, state, g, bonus=x.get("bonus"), backend=backend), state))
     (o, state), (expected_o, expected_state) = results
     assert (state - expected_state).norm() <= 1e-6 * expected_state.norm()
     assert (o.float() - expected_o.float()).norm() <= 5e-3 * expected_o.float().norm()
@@ -314,5 +328,7 @@ def test_first_call_takes_seconds(decay, tmp_path, monkeypatch):
 
 def test_launches_fit_the_table():
     for K, V, itemsize in itertools.product(range(1, 257, 5), [1, 16, 64, 128, 4096], [2, 4]):
-        assert launch.scan_launch(K, V, itemsize).block <= launch.padded(V)
-        assert launch.prepare_launch(K, itemsize).block <= launch.padded(K)
+        for per_token in (False, True):
+            scan = launch.scan_launch(K, V, itemsize, per_token=per_token)
+            assert 16 * (4 if itemsize == 2 else 1) <= scan.block <= launch.padded(V, itemsize)
+        assert launch.prepare_launch(K, itemsize).block <= launch.padded(K, itemsize)
