@@ -1,0 +1,269 @@
+"""A recurrence beside a softmax window: what all such mixers share, so that a mixer's file holds only its recurrence.
+
+    out = W_o (window_t + γ_t (s ⊙ y_t - c ⊙ window_t)),   γ_t = σ(r(x_t) - lse_t)
+
+`y_t` is the recurrence's output, `lse_t` the log-sum-exp of the window's logits and r(x) an estimate of that of the
+tokens before the window, so γ estimates the softmax mass outside it. s and c stand per head and channel; s starts
+small, so that an uncalibrated student is close to its window. Without a window, out = W_o (s ⊙ y).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from linearize.convert.attention_spec import AttentionSpec
+from linearize.convert.cache import State
+from linearize.convert.calibration import CalibrationSample, attention_logits, least_squares
+from linearize.convert.mixers.base import Mixer, MixerOptions, Rope
+from linearize.convert.mixers.window import window_bytes, window_mix
+from linearize.kernels.linear_attention import linear_attention
+
+
+class HybridOptions(MixerOptions):
+    """Options of every recurrence with a window beside it."""
+
+    window: int = Field(64, ge=0, description="keys of the softmax window beside the recurrence; 0 for none")
+
+
+class DecayOptions(HybridOptions):
+    """Options of those whose decay has a free start."""
+
+    half_life: float | None = Field(
+        None, gt=0, description="initial half-life of the state in tokens; none: 64 beside a window, 16 without"
+    )
+    spread: float | None = Field(
+        None,
+        ge=1,
+        description="half-lives start between half_life / spread and half_life · spread; "
+        "none: 8 beside a window, 4 without",
+    )
+
+    def half_lives(self, count: int) -> torch.Tensor:
+        """Initial half-lives `[count]` of heads or of a head's channels: evenly spaced on a log scale."""
+        half_life = self.half_life or (64.0 if self.window else 16.0)
+        spread = self.spread or (8.0 if self.window else 4.0)
+        return half_life * spread ** torch.linspace(-1, 1, count)
+
+    def half_lives_after(self, lookback: torch.Tensor, count: int) -> torch.Tensor:
+        """Half-lives `[H, count]` for heads that look back `lookback` `[H]` tokens, unless `half_life` is given."""
+        spread = self.half_lives(count)
+        centre = lookback * math.log(2) if self.half_life is None else torch.full_like(lookback, self.half_life)
+        return centre[:, None] * (spread / spread.log().mean().exp()).to(lookback)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a recurrence reads, float32, kv heads expanded to query heads, zeros at padding.
+
+    Attributes:
+        x: `[B, T, D]` the block's normalised input.
+        q, k, v: `[B, T, H, K]` as the teacher projects them, before RoPE.
+        mask: `[B, T]`, True at real tokens; None when all are real.
+        cu_seqlens: `[N + 1]` boundaries of packed sequences, or None.
+        rotate: RoPE of q and k at these tokens' positions.
+    """
+
+    x: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    rotate: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+    def linear_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor | None,
+        state: State | None,
+        bonus: torch.Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The kernel on `state["memory"]`; padding leaves the state untouched. Returns o and the next memory."""
+        if self.mask is not None:
+            v = v * self.mask[..., None, None]
+            if log_decay is not None:
+                mask = self.mask if log_decay.dim() < 4 else self.mask[..., None]
+                log_decay = log_decay * mask[..., None]
+        o, memory = linear_attention(
+            q,
+            k,
+            v,
+            log_decay,
+            bonus=bonus,
+            scale=scale,
+            initial_state=None if state is None else state["memory"],
+            output_final_state=True,
+            cu_seqlens=self.cu_seqlens,
+        )
+        assert memory is not None
+        return o, memory
+
+
+class Recurrence(nn.Module):
+    """All new tensors of a mixer's recurrence, and what it computes. float32 throughout.
+
+    Args:
+        layer, layers: the block's index and how many there are.
+    """
+
+    def __init__(self, spec: AttentionSpec, options: HybridOptions, layer: int, layers: int) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
+        """Output `[B, T, H, V]` and the state after the last token; `state` is None at a sequence's start."""
+        raise TypeError(f"{type(self).__name__} must implement forward()")
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the state's tensors for one sequence, all float32; default: one matrix per head."""
+        return {"memory": (self.spec.num_heads, self.spec.head_dim, self.spec.head_dim)}
+
+    def calibrate(self, tokens: Tokens, heads: torch.Tensor, lookback: torch.Tensor) -> None:
+        """Set new tensors in closed form; default: keep the start.
+
+        Args:
+            heads: `[B, T, H, V]` the teacher's heads.
+            lookback: `[H]` how many tokens each head looks back, on average; with a window, among the tokens
+                before it.
+        """
+
+
+class Branch(nn.Module):
+    """How the recurrence's output joins the window's: s, c and r of the module's docstring. float32."""
+
+    def __init__(self, spec: AttentionSpec, window: int) -> None:
+        super().__init__()
+        shape = (spec.num_heads, spec.head_dim)
+        self.scale = nn.Parameter(torch.full(shape, 0.01 if window else 1.0))
+        if window:
+            self.window_part = nn.Parameter(torch.zeros(shape))
+            self.log_mass = nn.Linear(spec.hidden_size, spec.num_heads)
+            nn.init.zeros_(self.log_mass.weight)
+            nn.init.zeros_(self.log_mass.bias)
+
+    def share(self, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """γ `[B, T, H, 1]` from x `[B, T, D]` and lse `[B, T, H]`."""
+        return torch.sigmoid(self.log_mass(x) - lse)[..., None]
+
+    def alone(self, y: torch.Tensor) -> torch.Tensor:
+        """Heads without a window."""
+        return self.scale * y
+
+    def forward(self, y: torch.Tensor, window: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        """Heads beside a window; all `[B, T, H, V]`, share `[B, T, H, 1]`."""
+        return window + share * (self.scale * y - self.window_part * window)
+
+
+class Hybrid(Mixer):
+    """A mixer made of a `Recurrence` and a window; a subclass names itself, its options and its recurrence."""
+
+    Options = HybridOptions
+    recurrence_class: ClassVar[type[Recurrence]]
+    options: HybridOptions
+    float32_modules = ("recurrence", "branch")
+
+    def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: HybridOptions) -> None:
+        super().__init__(spec, attention, layer_idx, options)
+        layers = self.attention.config.num_hidden_layers
+        self.recurrence = self.recurrence_class(spec, options, layer_idx, layers)
+        self.branch = Branch(spec, options.window)
+
+    @property
+    def window(self) -> int:
+        """Keys of the window: never more than the teacher's own."""
+        return min(self.options.window, self.spec.sliding_window or self.options.window)
+
+    def tokens(
+        self,
+        hidden_states: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: Rope | None,
+        padding_mask: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+    ) -> Tokens:
+        """q `[B, T, H, K]`, k and v `[B, T, H_kv, K]` as `project` returns them."""
+        x, q, k, v = (t.float() for t in (hidden_states, q, self.expand(k), self.expand(v)))
+        if padding_mask is not None:
+            x = x * padding_mask[..., None]
+            q, k, v = (t * padding_mask[..., None, None] for t in (q, k, v))
+        wide = None if rope is None else (rope[0].float(), rope[1].float())
+        return Tokens(x, q, k, v, padding_mask, cu_seqlens, lambda a, b: self.rotate(a, b, wide))
+
+    def mix(
+        self,
+        hidden_states: torch.Tensor,
+        rope: Rope | None,
+        padding_mask: torch.Tensor | None,
+        state: State | None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, State]:
+        q, k, v = self.project(hidden_states)
+        tokens = self.tokens(hidden_states, q, k, v, rope, padding_mask, cu_seqlens)
+        y, new_state = self.recurrence(tokens, state)
+        if not self.window:
+            return self.branch.alone(y), new_state
+        q, k = self.rotate(q, k, rope)
+        window, lse, window_state = window_mix(self.spec, self.window, q, k, v, padding_mask, state, cu_seqlens)
+        heads = self.branch(y, window.float(), self.branch.share(tokens.x, lse))
+        return heads, {**new_state, **window_state}
+
+    @torch.no_grad()
+    def calibrate(self, sample: CalibrationSample) -> None:
+        """The recurrence's own start, then s and c by least squares on the teacher's heads, r's bias by its mean."""
+        q, k, v = self.project(sample.hidden_states)
+        tokens = self.tokens(sample.hidden_states, q, k, v, sample.rope, None, None)
+        logits = outside_window(attention_logits(self, sample), self.window)
+        self.recurrence.calibrate(tokens, sample.heads.float(), lookback(logits, self.window))
+        y, _ = self.recurrence(tokens, None)
+        branch, heads = self.branch, sample.heads.float()
+        if not self.window:
+            branch.scale.copy_(least_squares([y], heads).expand_as(branch.scale))
+            return
+        q, k = self.rotate(q, k, sample.rope)
+        window, lse, _ = window_mix(self.spec, self.window, q, k, v, None, None)
+        branch.log_mass.bias.copy_(mean_log_mass(logits, branch.log_mass.bias))
+        share, window = branch.share(tokens.x, lse), window.float()
+        factors = least_squares([share * y, -share * window], heads - window)
+        branch.scale.copy_(factors[:, :1].expand_as(branch.scale))
+        branch.window_part.copy_(factors[:, 1:].expand_as(branch.scale))
+
+    def state_bytes(self, context: int, dtype: torch.dtype) -> int:
+        memory = sum(4 * math.prod(shape) for shape in self.recurrence.state_shapes().values())
+        return memory + (window_bytes(self.spec, self.window, dtype) if self.window else 0)
+
+
+def outside_window(logits: torch.Tensor, window: int) -> torch.Tensor:
+    """Logits `[B, H, T, T]` with -inf at the keys of the window."""
+    index = torch.arange(logits.shape[-1], device=logits.device)
+    return logits.masked_fill(index[:, None] - index < window, -torch.inf)
+
+
+def mean_log_mass(logits: torch.Tensor, default: torch.Tensor) -> torch.Tensor:
+    """Mean log-sum-exp `[H]` of logits `[B, H, T, T]` over the queries that see a key; `default` where none does."""
+    mass = logits.logsumexp(-1)
+    seen = mass > -torch.inf
+    mean = torch.where(seen, mass, 0).sum((0, 2)) / seen.sum((0, 2)).clamp_min(1)
+    return torch.where(seen.any(2).any(0), mean, default)
+
+
+def lookback(logits: torch.Tensor, window: int) -> torch.Tensor:
+    """Mean distance `[H]` that the later half of the queries looks back, at least window + 1."""
+    tokens = logits.shape[-1]
+    index = torch.arange(tokens, device=logits.device)
+    distance = (index[:, None] - index).clamp_min(0)
+    later = logits[:, :, tokens // 2 :]
+    mean = (later.softmax(-1).nan_to_num(0) * distance[tokens // 2 :]).sum(-1)
+    seen = (later > -torch.inf).any(-1)
+    return (torch.where(seen, mean, 0).sum((0, 2)) / seen.sum((0, 2)).clamp_min(1)).clamp_min(window + 1)

@@ -1,0 +1,278 @@
+"""Every contract of a mixer, for each that is registered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from linearize.convert import as_teacher, build_student, export
+from linearize.convert.cache import MixerCacheLayer
+from linearize.convert.mixers import MIXERS
+from linearize.convert.verify import relative_error
+from tests.families import random_teacher, tiny_tokenizer
+
+FAMILIES = ("llama", "qwen2")
+EQUAL = 2e-5
+LAYERS = 2
+
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "linear": [{"feature_map": name} for name in ("relu", "elu", "identity")],
+    "lolcats": [{"shift": "none"}],
+    "mamba2": [{"rope": True, "conv": 0, "D": False}],
+    "liger": [{"mix": "learned"}],
+    "gla": [{"rope": True}],
+}
+"""Options besides the defaults that change what a mixer computes."""
+
+WITHOUT_GRADIENT = {"rodimus": {"branch.window_part", "branch.log_mass.weight", "branch.log_mass.bias"}}
+"""New tensors that a mixer keeps in its pure form though only the window uses them."""
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for name, mixer in sorted(MIXERS.items()):
+        windows: list[dict[str, Any]] = [{}]
+        if "window" in mixer.Options.model_fields:
+            windows = [{"window": 6}]
+            try:
+                mixer.Options(window=0)
+                windows.append({"window": 0})
+            except ValueError:
+                pass
+        for options in [*windows, *({**windows[0], **variant} for variant in VARIANTS.get(name, []))]:
+            label = ",".join(f"{key}={value}" for key, value in options.items())
+            cases.append(pytest.param(name, options, id=f"{name}[{label}]"))
+    return cases
+
+
+CASES = _cases()
+mixers = pytest.mark.parametrize(("name", "options"), CASES)
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def tokens(batch: int = 2, length: int = 27, seed: int = 1) -> torch.Tensor:
+    return torch.randint(2, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def student_of(name: str, options: dict[str, Any], family: str = "llama", **changes: Any) -> Any:
+    """A calibrated student whose new tensors are shaken, so that no zero start hides anything."""
+    teacher = random_teacher(family, num_hidden_layers=LAYERS, **changes)
+    student: Any = build_student(teacher, name, calibration=tokens(2, 32), **options)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for mixer in student.mixers:
+            for parameter in mixer.new_parameters().values():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return student
+
+
+@torch.no_grad()
+def logits(student: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return student(input_ids=ids, use_cache=False, **kwargs).logits
+
+
+@torch.no_grad()
+def in_pieces(student: Any, ids: torch.Tensor, sizes: list[int], cache: Any = None) -> torch.Tensor:
+    cache = cache or student.new_cache()
+    pieces = ids.split(sizes, 1)
+    return torch.cat([student(input_ids=p, past_key_values=cache, use_cache=True).logits for p in pieces], 1)
+
+
+@mixers
+@families
+def test_every_way_to_read_a_text_gives_the_same(name: str, options: dict[str, Any], family: str) -> None:
+    """Token by token, in pieces, padded on the left, and packed with another text: all as in one."""
+    student, ids = student_of(name, options, family), tokens()
+    whole, length = logits(student, ids), ids.shape[1]
+    assert relative_error(in_pieces(student, ids, [1] * length), whole) < EQUAL
+    assert relative_error(in_pieces(student, ids, [11, 1, length - 12]), whole) < EQUAL
+
+    padded = torch.cat([torch.zeros(2, 9, dtype=torch.long), ids], 1)
+    mask = (padded != 0).long()
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    both = logits(student, padded, attention_mask=mask, position_ids=positions)[:, 9:]
+    assert relative_error(both, whole) < EQUAL
+
+    if MIXERS[name].recurrent:
+        packed = torch.cat([ids[:1], ids[1:, :14]], 1)
+        positions = torch.cat([torch.arange(length), torch.arange(14)])[None]
+        bounds = torch.tensor([0, length, length + 14])
+        together = logits(student, packed, position_ids=positions, cu_seq_lens_q=bounds)
+        assert relative_error(together, torch.cat([whole[:1], whole[1:, :14]], 1)) < EQUAL
+
+
+@mixers
+@torch.no_grad()
+def test_a_padded_prompt_is_continued_as_if_alone(name: str, options: dict[str, Any]) -> None:
+    """Rows of different length: the padding is read with the prompt in two pieces, the rest token by token."""
+    student, ids, pad = student_of(name, options), tokens(2, 24), 9
+    ids[0, :pad] = 0
+    mask = (ids != 0).long()
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    cache, pieces, start = student.new_cache(), [], 0
+    for size in (5, 11, *[1] * 8):
+        end = start + size
+        inputs = {"input_ids": ids[:, start:end], "position_ids": positions[:, start:end]}
+        output = student(**inputs, attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        pieces.append(output.logits)
+        start = end
+    both = torch.cat(pieces, 1)
+    assert relative_error(both[:1, pad:], logits(student, ids[:1, pad:])) < EQUAL
+    assert relative_error(both[1:], logits(student, ids[1:])) < EQUAL
+
+
+@mixers
+def test_a_reordered_cache_goes_on_from_the_chosen_rows(name: str, options: dict[str, Any]) -> None:
+    student, ids = student_of(name, options), tokens(3)
+    cache = student.new_cache()
+    in_pieces(student, ids[:, :20], [20], cache)
+    order = torch.tensor([2, 2, 0])
+    cache.reorder_cache(order)
+    rest = in_pieces(student, ids[:, 20:], [1] * 7, cache)
+    expected = logits(student, torch.cat([ids[order, :20], ids[:, 20:]], 1))[:, 20:]
+    assert relative_error(rest, expected) < EQUAL
+
+
+@mixers
+def test_the_cache_holds_as_many_bytes_as_the_mixer_says(name: str, options: dict[str, Any]) -> None:
+    student = student_of(name, options).bfloat16()
+    for mixer in student.mixers:
+        for module in mixer.float32_modules:
+            mixer.get_submodule(module).float()
+    context = 20
+    cache = student.new_cache()
+    in_pieces(student, tokens(2, context), [context - 1, 1], cache)
+    for mixer, layer in zip(student.mixers, cache.layers, strict=True):
+        held = layer.state.values() if isinstance(layer, MixerCacheLayer) else (layer.keys, layer.values)
+        assert sum(t.numel() * t.element_size() for t in held) // 2 == mixer.state_bytes(context, torch.bfloat16)
+
+
+@mixers
+def test_a_reloaded_student_is_the_same_to_the_bit(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    teacher = random_teacher("llama", num_hidden_layers=LAYERS)
+    teacher.save_pretrained(tmp_path / "teacher")
+    tiny_tokenizer(tmp_path / "teacher")
+    student = student_of(name, options)
+    again = AutoModelForCausalLM.from_pretrained(export(student, tmp_path / "teacher", tmp_path / "student"))
+    assert torch.equal(logits(again.eval(), tokens()), logits(student, tokens()))
+
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.bfloat16).eval()
+    for mixer in half.mixers:
+        for module in mixer.float32_modules:
+            assert {p.dtype for p in mixer.get_submodule(module).parameters()} <= {torch.float32}
+    in_bfloat16 = logits(half, tokens())
+    assert in_bfloat16.dtype == torch.bfloat16 and torch.isfinite(in_bfloat16).all()
+
+
+@mixers
+@families
+def test_gradients_reach_every_new_tensor(name: str, options: dict[str, Any], family: str) -> None:
+    student = student_of(name, options, family).train()
+    student(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
+    for mixer in student.mixers:
+        new = mixer.new_parameters()
+        dead = {n for n, p in new.items() if p.grad is None or not p.grad.abs().sum() > 0}
+        if options.get("window") == 0:
+            dead -= WITHOUT_GRADIENT.get(name, set())
+        infinite = [n for n, p in new.items() if p.grad is not None and not p.grad.isfinite().all()]
+        assert not dead and not infinite, f"no gradient: {dead}; not finite: {infinite}"
+
+
+@mixers
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_long_and_large_inputs_stay_finite(name: str, options: dict[str, Any], scale: float) -> None:
+    student = student_of(name, options, max_position_embeddings=4096)
+    mixer = student.mixers[0]
+    length = 4096 if scale == 1 else 256
+    torch.manual_seed(0)
+    x = (scale * torch.randn(1, length, 64)).requires_grad_()
+    rope = student.get_decoder().rotary_emb(x, torch.arange(length)[None])
+    if MIXERS[name].recurrent:
+        heads, _ = mixer.mix(x, rope, None, None)
+        heads.square().mean().backward()
+        assert torch.isfinite(heads).all() and x.grad is not None and torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_options_and_mixers_say_what_they_are(name: str) -> None:
+    mixer = MIXERS[name]
+    assert mixer.name == name and mixer.__doc__
+    undocumented = [option for option, field in mixer.Options.model_fields.items() if not field.description]
+    assert not undocumented
+
+
+# ---------------------------------------------------------------------- formulas, written out over all pairs of tokens
+
+
+def _layer(name: str, **options: Any) -> tuple[Any, torch.Tensor, Any, list[torch.Tensor]]:
+    """A mixer, an input, RoPE, and the teacher's q, k (with RoPE, expanded) and v there."""
+    student = student_of(name, options)
+    mixer, x = student.mixers[0], torch.randn(1, 20, 64, generator=torch.Generator().manual_seed(5))
+    rope = student.get_decoder().rotary_emb(x, torch.arange(20)[None])
+    q, k, v = mixer.project(x)
+    q, k = mixer.rotate(q, k, rope)
+    return mixer, x, rope, [q, mixer.expand(k), mixer.expand(v)]
+
+
+def _pairs(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bthk,bshk->bhts", q, k)
+
+
+DISTANCE = torch.arange(20)[:, None] - torch.arange(20)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shift", ["window", "none"])
+def test_lolcats_is_one_normaliser_over_window_and_rest(shift: str) -> None:
+    mixer, x, rope, (q, k, v) = _layer("lolcats", window=6, shift=shift)
+    rest = mixer.linear_rest
+    inside = (DISTANCE >= 0) & (DISTANCE < 6)
+    logits = (_pairs(q, k) * mixer.spec.scaling).masked_fill(~inside, -torch.inf)
+    if shift == "window":
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+    linear = _pairs(rest.q_map(q), rest.k_map(k)) * (DISTANCE >= 6) * rest.log_weight.exp()[:, None, None]
+    weights = logits.exp() + linear
+    expected = torch.einsum("bhts,bshv->bthv", weights / weights.sum(-1, keepdim=True), v)
+    assert relative_error(mixer.mix(x, rope, None, None)[0], expected) < EQUAL
+
+
+@torch.no_grad()
+def test_lolcats_with_a_window_over_all_of_the_text_equals_the_teacher() -> None:
+    student = student_of("lolcats", {"window": 27})
+    with as_teacher(student):
+        expected = logits(student, tokens())
+    assert relative_error(logits(student, tokens()), expected) < EQUAL
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("feature_map", ["hedgehog", "relu", "elu"])
+def test_linear_divides_by_its_own_weights(feature_map: str) -> None:
+    mixer, x, rope, (q, k, v) = _layer("linear", window=0, feature_map=feature_map)
+    weights = _pairs(mixer.recurrence.q_map(q), mixer.recurrence.k_map(k)) * (DISTANCE >= 0)
+    expected = torch.einsum("bhts,bshv->bthv", weights / weights.sum(-1, keepdim=True).clamp_min(1e-6), v)
+    assert relative_error(mixer.mix(x, rope, None, None)[0], mixer.branch.scale * expected) < EQUAL
+
+
+@torch.no_grad()
+def test_retnet_weighs_by_distance() -> None:
+    mixer, x, rope, (q, k, v) = _layer("retnet", window=0)
+    decay = (-mixer.recurrence.decay.log_rate.exp())[:, None, None] * DISTANCE.clamp_min(0)
+    weights = _pairs(q, k) * decay.exp() * (DISTANCE >= 0) * mixer.spec.head_dim**-0.5
+    o = torch.einsum("bhts,bshv->bthv", weights, v)
+    expected = mixer.branch.scale * mixer.recurrence.norm(o) * mixer.recurrence.gate(x)
+    assert relative_error(mixer.mix(x, rope, None, None)[0], expected) < EQUAL
+
+
+def test_lrpe_turns_by_the_distance() -> None:
+    """`Σ_i q_i k_i cos((t-s) θ_i)`, θ of the second half of the channels being 0."""
+    from linearize.convert.mixers.cosformer2 import lrpe
+
+    q, k = torch.randn(2, 1, 20, 3, 16, generator=torch.Generator().manual_seed(0))
+    position = torch.arange(20)[None]
+    theta = torch.cat([10000.0 ** (-2 * torch.arange(8) / 16), torch.zeros(8)])
+    expected = torch.einsum("bthk,bshk,tsk->bhts", q, k, (DISTANCE[..., None] * theta).cos())
+    assert relative_error(_pairs(lrpe(q, position), lrpe(k, position)), expected) < EQUAL
