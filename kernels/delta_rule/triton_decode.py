@@ -3,6 +3,7 @@
 Bound: 8·K·V bytes per sequence and head over the memory bandwidth; everything else is small beside the state.
 """
 
+# ruff: noqa: SIM108  (branches on compile-time constants read and compile best as statements)
 from __future__ import annotations
 
 import torch

@@ -64,7 +64,7 @@ def _prepare(
             a = tl.dot(k, tl.trans(k), a, input_precision=PRECISION)
     if DECAY == 1:
         g = tl.load(g_ptr + batch * g_b + h * g_h + first * g_t + row * g_t, mask=ok, other=0.0)
-        G, G_low, from_start, to_end, over_chunk = token_decays(g, EXACT)
+        G, G_low, from_start, _, _ = token_decays(g, EXACT)
         a = a * decays_between(G, G_low, after, EXACT)
     n = tl.where(after, a * beta[None, :], 0.0)
     m = unit_lower_inverse(n, CHUNK, LEVELS, PRECISION).to(w_ptr.dtype.element_ty)
