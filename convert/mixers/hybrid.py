@@ -211,12 +211,13 @@ class Hybrid(Mixer):
     ) -> tuple[torch.Tensor, State]:
         q, k, v = self.project(hidden_states)
         tokens = self.tokens(hidden_states, q, k, v, rope, padding_mask, cu_seqlens)
-        y, new_state = self.recurrence(tokens, state)
-        if not self.window:
-            return self.branch.alone(y), new_state
-        q, k = self.rotate(q, k, rope)
-        window, lse, window_state = window_mix(self.spec, self.window, q, k, v, padding_mask, state, cu_seqlens)
-        heads = self.branch(y, window.float(), self.branch.share(tokens.x, lse))
+        with torch.autocast(hidden_states.device.type, enabled=False):  # decays and gates stay in float32
+            y, new_state = self.recurrence(tokens, state)
+            if not self.window:
+                return self.branch.alone(y), new_state
+            q, k = self.rotate(q, k, rope)
+            window, lse, window_state = window_mix(self.spec, self.window, q, k, v, padding_mask, state, cu_seqlens)
+            heads = self.branch(y, window.float(), self.branch.share(tokens.x, lse))
         return heads, {**new_state, **window_state}
 
     @torch.no_grad()

@@ -102,8 +102,9 @@ class LoLCATs(Mixer):
             for x, name in ((k, "window_key"), (v, "window_value"), (seen, "window_mask"))
         )
         old_k, old_v, old = (delayed(x, W, tokens, cu_seqlens) for x in (keys, values, real))
-        phi_q = self.linear_rest.q_map(q.float())
-        phi_k = self.linear_rest.k_map(self.expand(old_k).float())
+        with torch.autocast(q.device.type, enabled=False):
+            phi_q = self.linear_rest.q_map(q.float())
+            phi_k = self.linear_rest.k_map(self.expand(old_k).float())
         sums, memory = linear_attention(
             phi_q,
             phi_k,

@@ -183,18 +183,27 @@ def test_gradients_reach_every_new_tensor(name: str, options: dict[str, Any], fa
 
 
 @mixers
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_long_and_large_inputs_stay_finite(name: str, options: dict[str, Any], scale: float) -> None:
+@pytest.mark.parametrize(("length", "scale"), [(4096, 1.0), (256, 30.0)])
+def test_long_and_large_inputs_stay_finite(name: str, options: dict[str, Any], length: int, scale: float) -> None:
     student = student_of(name, options, max_position_embeddings=4096)
-    mixer = student.mixers[0]
-    length = 4096 if scale == 1 else 256
-    torch.manual_seed(0)
-    x = (scale * torch.randn(1, length, 64)).requires_grad_()
-    rope = student.get_decoder().rotary_emb(x, torch.arange(length)[None])
+    mixer, x = student.mixers[0], (scale * _noise(length)).requires_grad_()
     if MIXERS[name].recurrent:
-        heads, _ = mixer.mix(x, rope, None, None)
+        heads, _ = mixer.mix(x, student.get_decoder().rotary_emb(x, torch.arange(length)[None]), None, None)
         heads.square().mean().backward()
         assert torch.isfinite(heads).all() and x.grad is not None and torch.isfinite(x.grad).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(name for name, mixer in MIXERS.items() if mixer.recurrent))
+def test_32768_tokens_stay_finite(name: str) -> None:
+    student, x = student_of(name, {}), _noise(32768)
+    heads, state = student.mixers[0].mix(x, student.get_decoder().rotary_emb(x, torch.arange(32768)[None]), None, None)
+    assert torch.isfinite(heads).all()
+    assert all(torch.isfinite(tensor).all() for tensor in state.values())
+
+
+def _noise(length: int) -> torch.Tensor:
+    return torch.randn(1, length, 64, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("name", sorted(MIXERS))
