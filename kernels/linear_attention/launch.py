@@ -31,15 +31,20 @@ def padded(width: int, itemsize: int) -> int:
     return max(64 if itemsize == 2 else 16, 1 << (width - 1).bit_length())
 
 
-def scan_launch(a_width: int, c_width: int, itemsize: int, *, per_token: bool = False) -> Launch:
-    """`_scan`: the state is `padded(a_width)` by `block`. per_token: with one decay per token."""
+def scan_launch(
+    a_width: int, c_width: int, itemsize: int, *, per_token: bool = False, chunk_scores: bool = False
+) -> Launch:
+    """`_scan`: the state is `padded(a_width)` by `block`.
+
+    per_token: with one decay per token; chunk_scores: scores are read and only outputs written.
+    """
     a_block, c_block = padded(a_width, itemsize), padded(c_width, itemsize)
     if itemsize > 2:  # float32: registers and shared memory are short, and speed is not the point
         return Launch(min(32, c_block), 8 if a_block > 64 else 4, 1)
     if a_block > 128:
         return Launch(64, 8, 1)
-    if a_block == 64 and c_block > 128:
-        return Launch(128, 4, 2)
+    if chunk_scores and a_block == 128 and c_block >= 128:
+        return Launch(128, 4, 3)
     return Launch(64, 4, 2 if per_token else 3)
 
 
@@ -55,8 +60,8 @@ def finish_launch(k_width: int, v_width: int, itemsize: int) -> tuple[Launch, in
 
 
 def finish_weak_launch(k_width: int, v_width: int) -> tuple[Launch, int]:
-    """`_finish_weak`, like `finish_launch`."""
-    return Launch(64, 4, 2), 64
+    """`_finish_weak`, like `finish_launch`. Warps are four since eight would each do all 64 rows of a chunk twice."""
+    return Launch(64, 4, 3 if v_width > 128 else 1), 64
 
 
 @functools.cache
@@ -67,7 +72,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def segments(programs: int, chunks: int, device: torch.device) -> int:
-    """Into how many segments to cut the sequences so that the programs fill the GPU twice over.
+    """Into how many segments to cut the sequences so that there are four programs for each multiprocessor.
 
     A cut costs a second pass over keys and values, so a GPU that is at least filled once is left alone, and a segment
     is never shorter than eight chunks.
@@ -75,7 +80,7 @@ def segments(programs: int, chunks: int, device: torch.device) -> int:
     processors = _multiprocessors(device)
     if programs <= 0 or programs >= processors:
         return 1
-    return max(1, min(2 * processors // programs, chunks // 8))
+    return max(1, min(4 * processors // programs, chunks // 8))
 
 
 def step_launch(k_width: int, v_width: int) -> Launch:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linearize.kernels.dispatch import on_device
-from linearize.kernels.linear_attention.launch import step_launch
+from linearize.kernels.linear_attention import launch as table
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def _launch(
 ) -> Tensor:
     (B, H, K), V = q_BHK.shape, v_BHV.shape[2]
     o = torch.empty(B, H, V, dtype=v_BHV.dtype, device=v_BHV.device)
-    launch = step_launch(K, V)
+    launch = table.step_launch(K, V)
     programs = B * H * -(-V // launch.block)
     if programs == 0:
         return o

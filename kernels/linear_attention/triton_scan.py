@@ -248,7 +248,13 @@ def scan(
     """Launch `_scan`. start and end are [N,H,A,C], or [N,H,S,A,C] when there are segments; any strides."""
     H, A, C = a.shape[2], a.shape[3], c.shape[3]
     dtype = c.dtype
-    launch = launch or table.scan_launch(A, C, dtype.itemsize, per_token=log_decay is not None)
+    launch = launch or table.scan_launch(
+        A,
+        C,
+        dtype.itemsize,
+        per_token=log_decay is not None,
+        chunk_scores=scores is not None and states is None,
+    )
     programs = packing.sequences * H * segments * triton.cdiv(C, launch.block)
     if programs == 0:
         return

@@ -107,31 +107,35 @@ def compare(inputs: dict[str, Tensor], tolerance: float | None = None, **options
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+# Compiling takes most of this suite's time, in float32 by far the most: cases share their shapes where they can.
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("T", [1, 2, 15, 63, 64, 65, 1000, 2048])
-def test_lengths(T, decay, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "T"),
+    [(torch.float32, T) for T in (1, 2, 15, 63, 65, 1000)]
+    + [(dtype, T) for dtype in (torch.float16, torch.bfloat16) for T in (1, 2, 63, 64, 65, 1000, 2048)],
+    ids=str,
+)
+def test_lengths(dtype, T, decay):
     compare(draw(2, T, 2, 64, 64, decay, dtype, states=2))
 
 
-WIDTHS = [(16, 16), (16, 256), (60, 100), (64, 128), (100, 16), (128, 64), (128, 128), (256, 64), (256, 256)]
+WIDTHS = [(16, 16), (16, 256), (60, 100), (64, 128), (100, 16), (128, 128), (256, 64), (256, 256)]
 
 
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 @pytest.mark.parametrize(
     ("dtype", "K", "V"),
     [(torch.bfloat16, *pair) for pair in WIDTHS]
-    + [(dtype, *pair) for dtype in (torch.float32, torch.float16) for pair in WIDTHS[1::3]],
+    + [(torch.float16, 60, 100), (torch.float16, 128, 128), (torch.float32, 60, 100)],
     ids=str,
 )
 def test_widths(K, V, decay, dtype):
     compare(draw(1, 130, 2, K, V, decay, dtype, states=1, seed=K + V))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
-@pytest.mark.parametrize("T", [65, 4096])
-def test_rodimus_shape(T, decay, dtype):
+@pytest.mark.parametrize(("dtype", "T"), [(torch.float32, 65), (torch.bfloat16, 65), (torch.bfloat16, 4096)], ids=str)
+def test_rodimus_shape(dtype, T, decay):
     compare(draw(1, T, 1, 64, 4096, decay, dtype, states=1 if T < 100 else None), final=T < 100)
 
 
@@ -148,23 +152,22 @@ def test_one_decay_strength(strength, decay, dtype):
     compare(draw(1, 500, 2, 64, 64, decay, dtype, states=1, weakest=strength, strongest=strength))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_many_heads_and_sequences(decay, dtype):
+def test_many_heads_and_sequences(decay, dtype=torch.bfloat16):
     compare(draw(3, 700, 12, 128, 128, decay, dtype, strongest=1.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("decay", DECAYS)
-def test_packed(decay, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "decay"), [*((torch.bfloat16, decay) for decay in DECAYS), (torch.float32, "vector")], ids=str
+)
+def test_packed(dtype, decay):
     bounds = torch.tensor([0, 0, 1, 64, 64, 129, 130, 1000, 1000], device="cuda")
     compare(draw(1, 1000, 3, 64, 128, decay, dtype, states=8), cu_seqlens=bounds)
     compare(draw(1, 1000, 3, 64, 128, decay, dtype), cu_seqlens=bounds, final=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_strided_inputs(decay, dtype):
+def test_strided_inputs(decay, dtype=torch.bfloat16):
     x = draw(2, 200, 3, 64, 64, decay, dtype)
     packed = torch.stack([x["q"], x["k"], x["v"]], 2)
     x["q"], x["k"] = packed[:, :, 0], packed[:, :, 1]
@@ -175,7 +178,7 @@ def test_strided_inputs(decay, dtype):
 
 
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
-@pytest.mark.parametrize(("K", "V"), [(16, 256), (64, 128), (64, 512), (128, 128), (128, 512), (256, 128)])
+@pytest.mark.parametrize(("K", "V"), [(16, 256), (64, 512), (128, 128), (256, 128)])
 def test_every_launch_in_the_table(K, V, decay):
     """Whole chunks, for which loads are unmasked; each width that has launches of its own."""
     compare(draw(1, 320, 1, K, V, decay, torch.bfloat16, states=1, strongest=1.0, seed=K * V))
@@ -195,7 +198,9 @@ def test_weak_and_strong_chunks(strongest, dtype, bonus):
 @pytest.mark.parametrize("count", [2, 5])
 def test_segments(count, decay, monkeypatch):
     monkeypatch.setattr(launch, "segments", lambda *_: count)
-    compare(draw(2, 1500, 2, 64, 128, decay, torch.float32, states=2))
+    if decay == "scalar":
+        compare(draw(2, 1500, 2, 64, 128, decay, torch.float32, states=2))
+    compare(draw(2, 1500, 2, 64, 128, decay, torch.bfloat16, states=2))
     compare(draw(2, 1536, 2, 64, 128, decay, torch.bfloat16, strongest=0.1), final=False)
 
 
