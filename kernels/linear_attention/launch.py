@@ -84,6 +84,6 @@ def segments(programs: int, chunks: int, device: torch.device) -> int:
 
 
 def step_launch(k_width: int, v_width: int) -> Launch:
-    """`_step`: `block` value channels of the state, 4096 to 8192 elements, per program."""
-    k_block = max(16, 1 << (k_width - 1).bit_length())
-    return Launch(max(16, min(8192 // k_block, 1 << (v_width - 1).bit_length())), 4, 1)
+    """`_step`: `block` value channels of the state per program."""
+    k_block, v_block = (1 << (width - 1).bit_length() for width in (k_width, v_width))
+    return Launch(min(max(16, v_block), 128 if k_block <= 64 else 4096 // k_block), 4, 1)

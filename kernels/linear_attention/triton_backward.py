@@ -28,7 +28,7 @@ from linearize.kernels.linear_attention.triton_segments import segment_states
 WIDEST_CONTRACTION = 256  # values wider than this don't fit the role of a state's rows
 
 
-@triton.jit(do_not_specialize=["T", "H"])
+@triton.jit(do_not_specialize=["T", "H", "block_stride", "part_stride", "g_b", "g_t", "g_h"])
 def _decay_gradient(
     x_ptr,
     y_ptr,

@@ -18,7 +18,10 @@ from linearize.kernels.linear_attention.triton_tiles import FLOOR, difference, l
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["T", "segments", "chunks_per_segment"])
+# Strides that vary with the length and say nothing about alignment: without this, other lengths would compile anew.
+@triton.jit(
+    do_not_specialize=["T", "segments", "chunks_per_segment", "rowdot_stride", "rowdot_part", "g_b", "g_h"]
+)
 def _scan(
     a_ptr, b_ptr, c_ptr, out_ptr, scores_ptr, decay_ptr, extra_ptr, rowdot_ptr, start_ptr, end_ptr, states_ptr,
     kept_ptr, cu_ptr, cu_chunks_ptr, T, H: tl.constexpr, segments, chunks_per_segment, out_scale, start_scale,
