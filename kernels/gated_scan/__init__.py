@@ -77,11 +77,17 @@ def gated_scan(
     unsupported = _no_kernel_for(position, cu_seqlens, x, gate, initial_state)
     chosen = resolve_backend(backend, x.device, operation=_NAME, unsupported=unsupported)
     if chosen == "triton" and x.numel() > 0:
-        from linearize.kernels.gated_scan.triton_scan import gated_scan_triton
+        from linearize.kernels.gated_scan.triton_op import gated_scan_triton
 
         assert isinstance(position, int)
-        y, state = gated_scan_triton(x, gate, chunk_size, position=position, initial_state=initial_state)
-        return y, state if output_final_state else None
+        return gated_scan_triton(
+            x,
+            gate,
+            chunk_size,
+            position=position,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+        )
     run = gated_scan_reference if chosen == "reference" else gated_scan_chunked
     y, state = run(x, gate, chunk_size, position=position, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return y, state if output_final_state else None

@@ -104,7 +104,7 @@ def rat_attention(
     if position_embeddings is not None:
         position_embeddings = (position_embeddings[0].detach(), position_embeddings[1].detach())
 
-    unsupported = _no_kernel_for(q, k, v, gate, cache)
+    unsupported = _no_kernel_for(q, k, v, gate, cache, key_mask)
     chosen = resolve_backend(backend, q.device, operation=_NAME, unsupported=unsupported)
     if chosen == "triton" and q.numel() > 0:
         from linearize.kernels.rat_attention.triton_path import rat_attention_triton as run
@@ -126,12 +126,14 @@ def rat_attention(
     )
 
 
-def _no_kernel_for(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, cache: RatCache | None) -> str | None:
+def _no_kernel_for(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, cache: RatCache | None, key_mask: Tensor | None
+) -> str | None:
     """Why this call has no Triton kernel, or None if it has one."""
     if any(x.dtype == torch.float64 for x in (q, k, v, gate)):
         return "the Triton kernels take float16, bfloat16 and float32, not float64"
     if q.shape[-1] > 256:
         return f"the Triton kernels take widths up to K=256, not {q.shape[-1]}"
-    if cache is not None:
-        return "the Triton kernels fill no cache"
+    if cache is not None and (key_mask is not None or cache.position is not None):
+        return "the Triton kernels fill an empty cache without a key_mask; they don't go on from one"
     return None

@@ -49,12 +49,12 @@ def rat_attention_chunked(
         "position_embeddings": position_embeddings,
         "scale": scale,
     }
-    inputs: tuple[Any, ...] = (q_BTHK, k_BTHK, v_BTHK, gate_BTHK)
+    inputs = (q_BTHK, k_BTHK, v_BTHK, gate_BTHK)
     if cu_seqlens is not None:
         return packed(rat_attention_chunked, inputs, cu_seqlens, options)
     if key_mask_BT is not None:
         return unpadded(rat_attention_chunked, inputs, key_mask_BT, cache=cache, **options)
-    return rat_rows(*inputs, None, cache=cache, **options)
+    return rat_rows(inputs, None, cache=cache, **options)
 
 
 def packed(run: Any, inputs: tuple[Tensor, ...], cu_seqlens: Tensor, options: dict[str, Any]) -> Tensor:
@@ -76,8 +76,8 @@ def unpadded(
     order_BT = (~key_mask_BT).to(torch.uint8).argsort(dim=1, stable=True)
     lengths_B = key_mask_BT.sum(1)
     behind = torch.arange(key_mask_BT.shape[1], device=key_mask_BT.device) >= lengths_B[:, None]
-    fronted: Any = (_take(x, order_BT).masked_fill(behind[..., None, None], 0) for x in inputs)
-    o = run(*fronted, **options) if cache is None else rat_rows(*fronted, lengths_B, cache=cache, **options)
+    fronted = tuple(_take(x, order_BT).masked_fill(behind[..., None, None], 0) for x in inputs)
+    o = run(*fronted, **options) if cache is None else rat_rows(fronted, lengths_B, cache=cache, **options)
     rank_BT = (key_mask_BT.long().cumsum(1) - 1).clamp_min(0)
     return _take(o, rank_BT).masked_fill(~key_mask_BT[..., None, None], 0)
 
@@ -88,10 +88,7 @@ def _take(x: Tensor, index_BT: Tensor) -> Tensor:
 
 
 def rat_rows(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHK: Tensor,
-    gate_BTHK: Tensor,
+    inputs: tuple[Tensor, ...],
     lengths_B: Tensor | None,
     *,
     chunk_size: int,
@@ -100,10 +97,11 @@ def rat_rows(
     cache: RatCache | None,
 ) -> Tensor:
     """Rows whose first `lengths` tokens are real (all, if None), going on from the cache if it is not empty."""
+    q_BTHK, k_BTHK, v_BTHK, gate_BTHK = inputs
     B, T, H, K = q_BTHK.shape
     C = chunk_size
     scale = K**-0.5 if scale is None else scale
-    dtype = compute_dtype(q_BTHK, k_BTHK, v_BTHK, gate_BTHK, None if cache is None else cache.running_key)
+    dtype = compute_dtype(*inputs, None if cache is None else cache.running_key)
     if T == 0 or B == 0:
         return q_BTHK.to(v_BTHK.dtype, copy=True)  # empty, but a part of q's graph
     started = cache is not None and cache.position is not None
@@ -131,7 +129,7 @@ def rat_rows(
         slots = (cache.keys, cache.values) if started and cache is not None else (None, None)
         keys, values = (_slots(x, slot, start, lengths_B, C, S) for x, slot in zip((own_k, own_v), slots, strict=True))
     if cache is not None:
-        _remember(cache, keys.to(k_BTHK.dtype), values.to(v_BTHK.dtype), running, lengths_B, T)
+        remember(cache, keys.to(k_BTHK.dtype), values.to(v_BTHK.dtype), running, lengths_B, T)
 
     G = math.lcm(own_k.shape[1], own_v.shape[1])
     keys, values, own_k, own_v = (_share(x, G) for x in (keys, values, own_k, own_v))
@@ -173,7 +171,7 @@ def _slots(
     return torch.where((last_BS < 0)[:, None, :, None], old, summary)
 
 
-def _remember(
+def remember(
     cache: RatCache, keys: Tensor, values: Tensor, running: list[Tensor], lengths_B: Tensor | None, T: int
 ) -> None:
     """Put what the row has seen into the cache; tensors are replaced, so gradients flow through them."""

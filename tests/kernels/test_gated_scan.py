@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -203,3 +207,84 @@ def test_bad_arguments_are_named(change, error, words):
         gated_scan(**{**BASE, **change})
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("T", "inner", "chunk_size", "position", "initial"),
+    [
+        (1, (5,), None, 0, True),
+        (1, (5,), 4, 3, True),
+        (67, (2, 3), None, 0, True),
+        (67, (2, 3), None, 0, False),
+        (67, (5,), 1, 0, True),
+        (67, (2, 3), 4, 5, True),
+        (67, (2, 140), 16, 0, False),  # more channels than a tile has
+        (67, (5,), 16, 5, False),
+        (67, (5,), 16, 32, True),
+        (67, (5,), 64, 5, True),
+        (150, (5,), 128, 70, True),  # segments, with a reset among them
+        (150, (5,), 128, 0, False),
+    ],
+)
+def test_interpreted_kernels_are_the_recurrence(T, inner, chunk_size, position, initial):
+    inputs = draw_inputs(0, 2, T, *inner, states=2 if initial else None)
+    options = {"chunk_size": chunk_size, "position": position}
+    reference = run(inputs, torch.float64, "reference", **options)
+    assert_close(run(inputs, torch.float32, "triton", **options), reference)
+
+
+@interpreted
+@pytest.mark.parametrize("chunk_size", [None, 16])
+def test_interpreted_kernels_in_float16(chunk_size):
+    inputs = {name: value.half().double() for name, value in draw_inputs(1, 1, 70, 2, 8).items()}
+    leaves = {name: value.half().requires_grad_() for name, value in inputs.items()}
+    y, _ = gated_scan(**leaves, chunk_size=chunk_size, backend="triton")
+    wide = {name: value.requires_grad_() for name, value in inputs.items()}
+    reference, _ = gated_scan(**wide, chunk_size=chunk_size, backend="reference")
+    assert relative_rms(y, reference) < 1e-3
+    gradients = torch.autograd.grad(y.float().square().sum(), list(leaves.values()))
+    expected = torch.autograd.grad(reference.square().sum(), list(wide.values()))
+    assert all(relative_rms(a, b) < 2e-3 for a, b in zip(gradients, expected, strict=True))
+
+
+@interpreted
+def test_interpreted_operator_is_sound():
+    """Strided inputs, torch's own checks, tracing, and one gradient asked for alone."""
+    from linearize.kernels.gated_scan import triton_op
+
+    x = {name: value.float() for name, value in draw_inputs(2, 2, 70, 2, 3, states=2).items()}
+    scattered = {name: value.transpose(1, 2).contiguous().transpose(1, 2) for name, value in x.items()}
+    assert_close(run(scattered, torch.float32, "triton"), run(x, torch.float64, "reference"))
+    leaves = [value.requires_grad_() for value in x.values()]
+    torch.library.opcheck(triton_op._forward_op, (*leaves, 0, 0, True))
+    compiled = torch.compile(lambda *t: gated_scan(*t, backend="triton")[0], fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*leaves[:2]), gated_scan(*leaves[:2], backend="triton")[0])
+    _, state = gated_scan(*leaves[:2], output_final_state=True, backend="triton")
+    (ours,) = torch.autograd.grad(state.sum(), leaves[0])
+    _, state = gated_scan(*leaves[:2], output_final_state=True)
+    (expected,) = torch.autograd.grad(state.sum(), leaves[0])
+    assert relative_rms(ours, expected) < TOLERANCE
+
+
+@interpreted
+def test_interpreted_refusals():
+    x = torch.zeros(1, 4, 2)
+    for change, words in (
+        ({"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens"),
+        ({"position": torch.tensor([0])}, "position"),
+        ({"x": x.double(), "gate": x.double()}, "float64"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            gated_scan(**{"x": x, "gate": x, "backend": "triton", **change})
+
+
+@pytest.mark.skipif(triton_interpreted(), reason="already there")
+def test_triton_kernels_in_the_interpreter():
+    """Triton must be imported with its interpreter already on: a process of its own."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-x", "--import-mode=importlib", "-k", "interpreted_", __file__]
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+    assert " passed" in outcome.stdout, outcome.stdout

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -337,3 +340,93 @@ def test_a_cache_of_another_batch_is_named():
         rat_attention(**{name: x[:1] if isinstance(x, Tensor) else x for name, x in BASE.items()}, cache=cache)
     with pytest.raises(ValueError, match="empty"):
         RatCache(4).reserve(10)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("T", "heads", "K", "chunk_size", "R", "padding"),
+    [
+        (1, (1, 1, 1, 1), 16, 4, None, None),
+        (33, (1, 1, 1, 1), 16, 1, 16, None),  # softmax attention, if the gates were 0
+        (70, (2, 1, 2, 2), 20, 2, 8, None),
+        (150, (1, 1, 1, 1), 16, 4, 16, None),  # summaries that all queries of a block see
+        (70, (4, 1, 2, 2), 16, 16, None, "left"),
+        (40, (6, 2, 3, 1), 16, 4, 4, "random"),
+        (40, (6, 2, 3, 3), 16, 8, 4, None),
+        (20, (2, 2, 2, 2), 16, 64, 16, None),  # no chunk is ever finished
+    ],
+)
+def test_interpreted_kernels_are_the_loop(T, heads, K, chunk_size, R, padding):
+    inputs = draw_inputs(0, 2, T, heads, K)
+    options = {
+        "chunk_size": chunk_size,
+        "position_embeddings": None if R is None else tables(80, R),
+        "key_mask": mask_of(padding, 2, T, 3),
+    }
+    reference = run(inputs, torch.float64, "reference", **options)
+    assert_close(run(inputs, torch.float32, "triton", **options), reference)
+
+
+@interpreted
+def test_interpreted_kernels_in_float16():
+    """At most twice the error of plain torch in that dtype, for the output and each gradient."""
+    inputs = {name: value.half().double() for name, value in draw_inputs(1, 1, 70, (2, 2, 2, 2), 16).items()}
+    options = {"chunk_size": 4, "position_embeddings": tables(20, 16)}
+    reference = run(inputs, torch.float64, "reference", **options)
+    ours = run(inputs, torch.float16, "triton", **options)
+    assert all(relative_rms(ours[name], reference[name]) < 2e-3 for name in reference), {
+        name: relative_rms(ours[name], reference[name]) for name in reference
+    }
+
+
+@interpreted
+def test_interpreted_packed_strided_and_cached():
+    x = draw_inputs(2, 1, 40, (2, 1, 2, 2), 16)
+    options = {"chunk_size": 4, "position_embeddings": tables(20, 8)}
+    bounds = torch.tensor([0, 0, 3, 23, 40])
+    reference = run(x, torch.float64, "reference", cu_seqlens=bounds, **options)
+    assert_close(run(x, torch.float32, "triton", cu_seqlens=bounds, **options), reference)
+    scattered = {name: value.transpose(1, 2).contiguous().transpose(1, 2) for name, value in x.items()}
+    reference = run(x, torch.float64, "reference", 40, **options)
+    leaves = {name: value.float() for name, value in scattered.items()}
+    empty = {name: value[:, :0] for name, value in leaves.items()}
+    assert rat_attention(**empty, backend="triton", **options).shape == (1, 0, 2, 16)
+    cache = RatCache(4)
+    o = rat_attention(
+        **{name: value[:, :39] for name, value in leaves.items()}, cache=cache, backend="triton", **options
+    )
+    last = rat_attention_step(*(value[:, 39] for value in leaves.values()), cache, position_embeddings=tables(20, 8))
+    ours = {"o": torch.cat([o, last[:, None]], 1), **cache_tensors(cache)}
+    assert_close(ours, {name: reference[name] for name in ours})
+    with pytest.raises(RuntimeError, match="go on from one"):
+        rat_attention(**leaves, cache=cache, backend="triton", **options)
+
+
+@interpreted
+def test_interpreted_operators_are_sound():
+    from linearize.kernels.rat_attention import triton_path
+
+    x = {name: value.float().requires_grad_() for name, value in draw_inputs(3, 1, 20, (2, 1, 2, 2), 16).items()}
+    cos, sin = (table.float() for table in tables(20, 8))
+    torch.library.opcheck(triton_path._attend_op, (x["q"], x["k"], x["v"], 4, 0.25))
+    torch.library.opcheck(triton_path._rotate_op, (x["q"], cos, sin, 4, False))
+
+    def loss(*inputs: Tensor) -> Tensor:
+        o = rat_attention(*inputs, chunk_size=4, position_embeddings=(cos, sin), backend="triton")
+        return o.square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    leaves = list(x.values())
+    gradients = torch.autograd.grad(compiled(*leaves), leaves), torch.autograd.grad(loss(*leaves), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.skipif(triton_interpreted(), reason="already there")
+def test_triton_kernels_in_the_interpreter():
+    """Triton must be imported with its interpreter already on: a process of its own."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-x", "--import-mode=importlib", "-k", "interpreted_", __file__]
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+    assert " passed" in outcome.stdout, outcome.stdout
