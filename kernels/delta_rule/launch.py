@@ -10,8 +10,8 @@ __all__ = ["CHUNK", "Launch", "finish_launch", "padded", "prepare_launch", "scan
 
 def prepare_launch(k_width: int, v_width: int, itemsize: int) -> tuple[Launch, int]:
     """`_prepare`: `block` key channels at a time, and how many value channels."""
-    widest = 128 if itemsize == 2 else 32
-    return Launch(min(widest, padded(k_width, itemsize)), 8, 1), min(widest, padded(v_width, itemsize))
+    widest = 64 if itemsize == 2 else 32
+    return Launch(min(widest, padded(k_width, itemsize)), 4, 1), min(widest, padded(v_width, itemsize))
 
 
 def scan_launch(k_width: int, v_width: int, itemsize: int, *, backward: bool = False) -> Launch:
