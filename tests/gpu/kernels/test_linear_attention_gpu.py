@@ -111,8 +111,9 @@ def compare(inputs: dict[str, Tensor], tolerance: float | None = None, **options
 # the decay varies slowest, so that cases that share them run in the same worker.
 @pytest.mark.parametrize(
     ("dtype", "T"),
-    [(torch.float32, T) for T in (1, 15, 65)]
-    + [(dtype, T) for dtype in (torch.float16, torch.bfloat16) for T in (1, 2, 63, 64, 65, 1000, 2048)],
+    [(torch.float32, T) for T in (15, 65)]
+    + [(torch.float16, T) for T in (63, 1000)]
+    + [(torch.bfloat16, T) for T in (1, 2, 63, 64, 65, 1000, 2048)],
     ids=str,
 )
 @pytest.mark.parametrize("decay", DECAYS)
@@ -120,14 +121,13 @@ def test_lengths(dtype, T, decay):
     compare(draw(2, T, 2, 64, 64, decay, dtype, states=2))
 
 
-WIDTHS = [(16, 16), (16, 256), (60, 100), (64, 128), (100, 16), (128, 128), (256, 64), (256, 256)]
+WIDTHS = [(16, 256), (60, 100), (100, 16), (128, 128), (256, 64), (256, 256)]
 
 
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
 @pytest.mark.parametrize(
     ("dtype", "K", "V"),
-    [(torch.bfloat16, *pair) for pair in WIDTHS]
-    + [(torch.float16, 60, 100), (torch.float16, 128, 128), (torch.float32, 60, 100)],
+    [(torch.bfloat16, *pair) for pair in WIDTHS] + [(torch.float16, 60, 100)],
     ids=str,
 )
 def test_widths(K, V, decay, dtype):
@@ -136,8 +136,7 @@ def test_widths(K, V, decay, dtype):
 
 @pytest.mark.parametrize(
     ("decay", "dtype", "T"),
-    [(decay, torch.bfloat16, T) for decay in ("none", "scalar", "vector") for T in (65, 4096)]
-    + [("vector", torch.float32, 65)],
+    [(decay, torch.bfloat16, T) for decay in ("none", "scalar", "vector") for T in (65, 4096)],
     ids=str,
 )
 def test_rodimus_shape(decay, dtype, T):
@@ -168,10 +167,8 @@ def test_many_heads_and_sequences(decay, dtype=torch.bfloat16):
     compare(draw(3, 700, 12, 128, 128, decay, dtype, strongest=1.0))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "decay"), [*((torch.bfloat16, decay) for decay in DECAYS), (torch.float32, "vector")], ids=str
-)
-def test_packed(dtype, decay):
+@pytest.mark.parametrize("decay", DECAYS)
+def test_packed(decay, dtype=torch.bfloat16):
     bounds = torch.tensor([0, 0, 1, 64, 64, 129, 130, 1000, 1000], device="cuda")
     compare(draw(1, 1000, 3, 64, 128, decay, dtype, states=8), cu_seqlens=bounds)
     compare(draw(1, 1000, 3, 64, 128, decay, dtype), cu_seqlens=bounds, final=False)
@@ -195,10 +192,11 @@ def test_every_launch_in_the_table(K, V, decay):
     compare(draw(1, 320, 1, K, V, decay, torch.bfloat16, states=1, strongest=1.0, seed=K * V))
 
 
-@pytest.mark.parametrize("bonus", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strongest", [0.5, 1.3])
-def test_weak_and_strong_chunks(strongest, dtype, bonus):
+@pytest.mark.parametrize(
+    ("dtype", "bonus"), [(torch.float16, False), (torch.bfloat16, False), (torch.bfloat16, True)], ids=str
+)
+def test_weak_and_strong_chunks(dtype, bonus, strongest):
     """Both kernels of a pass side by side: some chunks decay too strongly for the one without branches."""
     x = draw(1, 1024, 2, 64, 64, "vector", dtype, bonus, states=1, weakest=0.01, strongest=strongest)
     x["log_decay"][:, 320:448] *= 20
@@ -209,8 +207,6 @@ def test_weak_and_strong_chunks(strongest, dtype, bonus):
 @pytest.mark.parametrize("count", [2, 5])
 def test_segments(count, decay, monkeypatch):
     monkeypatch.setattr(launch, "segments", lambda *_: count)
-    if decay == "scalar":
-        compare(draw(2, 1500, 2, 64, 128, decay, torch.float32, states=2))
     compare(draw(2, 1500, 2, 64, 128, decay, torch.bfloat16, states=2))
     compare(draw(2, 1536, 2, 64, 128, decay, torch.bfloat16, strongest=0.1), final=False)
 
@@ -235,7 +231,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
-@pytest.mark.parametrize("T", [64, 130])
+@pytest.mark.parametrize("T", [130])
 def test_at_most_twice_the_error_of_plain_torch(T, decay, dtype):
     x = draw(2, T, 2, 64, 64, decay, dtype)
     reference = run(x, "chunked", double=True, final=False)
