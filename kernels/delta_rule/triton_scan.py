@@ -92,8 +92,9 @@ def _scan(
             g = tl.load(g_base + first * g_t + row * g_t, mask=ok, other=0.0)
             G, G_low, from_start, to_end, over_chunk = token_decays(g, EXACT)
 
+        u = -u.to(tl.float32)  # before s: its change of layout then needs no shared memory beside s
         s = state.to(w.dtype)
-        r = u.to(tl.float32) - tl.dot(w, s, input_precision=PRECISION)
+        r = -tl.dot(w, s, u, input_precision=PRECISION)
         chunk_head = (first_chunk + chunk) * H + h
         if KEEP:
             store_tile(r_ptr + values, r.to(r_ptr.dtype.element_ty), ok, v_ok, EVEN, EVEN_V)
