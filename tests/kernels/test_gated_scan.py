@@ -61,6 +61,16 @@ def assert_close(ours: dict[str, Tensor], reference: dict[str, Tensor], toleranc
     assert all(error <= tolerance for error in errors.values()), errors
 
 
+def run_interpreted(file: str) -> None:
+    """Run the tests marked `interpreted`: Triton must be imported with its interpreter on, so in a new process."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-x", "--import-mode=importlib", "-k", "interpreted_", file]
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+    assert " passed" in outcome.stdout, outcome.stdout
+
+
 @many
 @given(
     seed=st.integers(0, 2**31),
@@ -281,10 +291,4 @@ def test_interpreted_refusals():
 
 @pytest.mark.skipif(triton_interpreted(), reason="already there")
 def test_triton_kernels_in_the_interpreter():
-    """Triton must be imported with its interpreter already on: a process of its own."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-x", "--import-mode=importlib", "-k", "interpreted_", __file__]
-    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
-    assert " passed" in outcome.stdout, outcome.stdout
+    run_interpreted(__file__)
