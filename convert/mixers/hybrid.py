@@ -36,7 +36,10 @@ class DecayOptions(HybridOptions):
     """Options of those whose decay has a free start."""
 
     half_life: float | None = Field(
-        None, gt=0, description="initial half-life of the state in tokens; none: 64 beside a window, 16 without"
+        None,
+        gt=0,
+        description="initial half-life of the state in tokens; none: by how far the teacher's heads look back, "
+        "uncalibrated 64 beside a window and 16 without",
     )
     spread: float | None = Field(
         None,
@@ -49,7 +52,8 @@ class DecayOptions(HybridOptions):
         """Initial half-lives `[count]` of heads or of a head's channels: evenly spaced on a log scale."""
         half_life = self.half_life or (64.0 if self.window else 16.0)
         spread = self.spread or (8.0 if self.window else 4.0)
-        return half_life * spread ** torch.linspace(-1, 1, count)
+        steps = torch.linspace(-1, 1, count) if count > 1 else torch.zeros(count)
+        return half_life * spread**steps
 
     def half_lives_after(self, lookback: torch.Tensor, count: int) -> torch.Tensor:
         """Half-lives `[H, count]` for heads that look back `lookback` `[H]` tokens, unless `half_life` is given."""
