@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -287,3 +288,16 @@ def test_bad_arguments_of_a_step_are_named():
         delta_rule_step(**{**token, "beta": torch.zeros(2, 4)}, state=state)
     with pytest.raises(TypeError, match="state has dtype"):
         delta_rule_step(**token, state=state.half())
+
+
+def test_no_block_is_narrower_than_linear_attention_allows():
+    """In 16 bits some GPUs miscompile products of tiles narrower than 64."""
+    from linearize.kernels.delta_rule import launch
+
+    for K, V, itemsize in itertools.product(range(1, 257, 5), [1, 16, 64, 128, 4096], [2, 4]):
+        blocks = [launch.scan_launch(K, V, itemsize, backward=backward).block for backward in (False, True)]
+        for table in (launch.prepare_launch, launch.finish_launch):
+            pick, v_block = table(K, V, itemsize)
+            assert pick.block <= launch.padded(K, itemsize)
+            blocks += [pick.block, v_block]
+        assert min(blocks) >= (64 if itemsize == 2 else 16)
