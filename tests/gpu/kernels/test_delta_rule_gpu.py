@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 DECAYS = ["none", "scalar", "vector"]
 # Against float64 on the same inputs. In 16 bits scores, the inverse, errors, states inside products and outputs are
 # rounded.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.5e-3, torch.bfloat16: 1.6e-2}
 
 
 def draw(
