@@ -44,7 +44,8 @@ class RatCache:
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` in all, for good: no step up to there moves or reshapes a tensor.
 
-        This is what capturing a step as a CUDA graph needs. The cache must not be empty.
+        This is what capturing a step as a CUDA graph needs; a replay moves `position` but can't count `length`, so
+        add to that after each. The cache must not be empty.
         """
         if self.keys is None:
             raise ValueError("RatCache.reserve: the cache is empty; run rat_attention with it first")

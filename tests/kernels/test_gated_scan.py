@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -80,6 +80,8 @@ def run_interpreted(file: str) -> None:
     position=st.sampled_from([0, 0, 1, 5, 64, "rows"]),
     initial=st.booleans(),
 )
+@example(seed=0, T=17, inner=(5,), chunk_size=16, position="rows", initial=True)
+@example(seed=0, T=130, inner=(5,), chunk_size=128, position=64, initial=True)
 def test_blocks_are_the_recurrence(seed, T, inner, chunk_size, position, initial):
     inputs = draw_inputs(seed, 2, T, *inner, states=2 if initial else None)
     options = {"chunk_size": chunk_size, "position": torch.tensor([3, 16]) if position == "rows" else position}
