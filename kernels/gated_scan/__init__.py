@@ -43,7 +43,7 @@ def gated_scan(
             read where the first step starts a chunk. Default: zeros.
         output_final_state: whether to return the state after the last step. Default: False.
         cu_seqlens: [N + 1] int32 or int64, cumulative lengths [0, n1, n1+n2, ..., T] of N sequences packed
-            along time; then B must be 1, and a sequence may be empty. Default: None.
+            along time, read by the host; then B must be 1, and a sequence may be empty. Default: None.
         backend: "auto" (Triton on CUDA, else blocks in plain torch), "triton", "chunked" or "reference" (a
             loop).
 

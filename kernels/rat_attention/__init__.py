@@ -59,7 +59,7 @@ def rat_attention(
         key_mask: [B, T] bool, True for a real token, False for padding. The chunk grid of a row counts real
             tokens only, and outputs at padding are 0. Default: all real.
         cu_seqlens: [N + 1] int32 or int64, cumulative lengths [0, n1, n1+n2, ..., T] of N sequences packed
-            along time; then B must be 1 and there is neither cache nor `key_mask`. Default: None.
+            along time, read by the host; then B must be 1 and there is neither cache nor `key_mask`. Default: None.
         backend: "auto" (Triton on CUDA, else plain torch), "triton", "chunked" or "reference" (a loop).
 
     Returns:

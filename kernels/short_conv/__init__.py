@@ -41,7 +41,7 @@ def short_conv(
             `cu_seqlens`). Default: zeros.
         output_final_state: whether to return the last W - 1 inputs. Default: False.
         cu_seqlens: [N + 1] int32 or int64, cumulative lengths [0, n1, n1+n2, ..., T] of N sequences packed
-            along time; then B must be 1, a sequence may be empty, and none reads another's inputs.
+            along time, read by the host; then B must be 1, a sequence may be empty, and none reads another's inputs.
             Default: None.
         backend: "auto" and "chunked" (shifted products), or "reference" (a loop).
 

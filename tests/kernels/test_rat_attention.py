@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -76,6 +76,8 @@ def mask_of(padding: str | None, B: int, T: int, seed: int) -> Tensor | None:
         return None
     if padding == "left":
         return torch.arange(T) >= torch.arange(B)[:, None] * (T // 3 + 1)
+    if padding == "right":
+        return torch.arange(T) < T - torch.arange(B)[:, None] * (T // 3 + 1)
     return torch.rand(B, T, generator=torch.Generator().manual_seed(seed)) < 0.6
 
 
@@ -150,8 +152,9 @@ def test_one_long_chunk_is_the_running_mean(backend):
     cut=st.integers(0, 21),
     heads=st.sampled_from(HEADS),
     chunk_size=st.sampled_from([1, 2, 4, 8]),
-    padding=st.sampled_from([None, "left", "random"]),
+    padding=st.sampled_from([None, "left", "right", "random"]),
 )
+@example(seed=0, cut=10, heads=HEADS[2], chunk_size=4, padding="right")  # rows of nothing but padding
 def test_split_with_a_cache_is_the_whole(seed, cut, heads, chunk_size, padding):
     """Outputs, cache and gradients, which flow through the cache."""
     inputs = draw_inputs(seed, 3, 21, heads)
@@ -195,8 +198,7 @@ def test_token_by_token_is_parallel(seed, prefill, heads, chunk_size, padded, re
     for t in range(prefill, 36):
         o = rat_attention_step(*(value[:, t] for value in x.values()), cache, **options)
         assert relative_rms(o, whole[:, t]) < TOLERANCE
-    assert cache.length == 36
-    assert cache.position.tolist() == [36, 36 - first]
+    assert (cache.length, cache.position.tolist()) == (36, [36, 36 - first])
     if address is not None:
         assert cache.keys.data_ptr() == address
         if chunk_size == 1:
@@ -212,8 +214,7 @@ def test_prefill_after_steps_goes_on():
     for start, end in ((0, 1), (1, 2), (2, 3), (3, 30), (30, 31), (31, 60)):
         part = {name: value[:, start:end] for name, value in x.items()}
         if end - start == 1:
-            token = (value[:, 0] for value in part.values())
-            parts.append(rat_attention_step(*token, cache)[:, None])
+            parts.append(rat_attention_step(*(value[:, 0] for value in part.values()), cache)[:, None])
         else:
             parts.append(rat_attention(**part, chunk_size=4, cache=cache))
     assert relative_rms(torch.cat(parts, 1), whole) < TOLERANCE
@@ -248,7 +249,6 @@ def test_packed_is_separate(seed, lengths, chunk_size):
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 16])
 def test_left_padded_is_unpadded(chunk_size):
-    """Whatever stands in the padding, and wherever it ends in the chunk grid."""
     x = draw_inputs(6, 1, 30)
     options = {"chunk_size": chunk_size, "position_embeddings": tables(40, 8)}
     alone = rat_attention(**x, **options)
@@ -263,8 +263,8 @@ def test_left_padded_is_unpadded(chunk_size):
 
 def test_strided_and_half():
     x = draw_inputs(7, 2, 33, K=16)
-    scattered = {name: value.transpose(1, 2).contiguous().transpose(1, 2) for name, value in x.items()}
     options = {"chunk_size": 4, "position_embeddings": tables(20, 8)}
+    scattered = {name: value.transpose(1, 2).contiguous().transpose(1, 2) for name, value in x.items()}
     assert_close(run(scattered, torch.float32, "chunked", **options), run(x, torch.float64, "reference", **options))
     half = {name: value.bfloat16() for name, value in x.items()}
     o = rat_attention(**half, **options)
