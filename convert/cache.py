@@ -40,7 +40,8 @@ class MixerCacheLayer(CacheLayerMixin):
     def advance(self, state: State, tokens: int) -> None:
         """Take over the state after `tokens` further tokens; keeps the tensors' addresses once they exist."""
         if self.state is None or any(self.state[name].shape != new.shape for name, new in state.items()):
-            self.state = dict(state)
+            # Copies: a state is often the end of a longer tensor, all of which a view would keep alive.
+            self.state = {name: new.clone() for name, new in state.items()}
         else:
             for name, new in state.items():
                 if new is not self.state[name]:

@@ -28,7 +28,6 @@ PACKAGE_VERSION = 1
 """Version of the `linearize` field; a reader refuses what is newer."""
 
 
-
 class LinearizedConfig(PreTrainedConfig):
     """Entry point for `AutoConfig`: turns a saved configuration into its family's subclass."""
 
@@ -79,6 +78,7 @@ class Linearized:
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,  # named so that generate() counts positions from the padding mask
         padding_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
@@ -92,6 +92,7 @@ class Linearized:
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
+            position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
             padding_mask=padding_mask,

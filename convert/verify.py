@@ -56,7 +56,10 @@ class GateReport:
 
     def to_json(self) -> dict[str, Any]:
         lines = [{**asdict(c), "passed": c.passed} for c in self.checks]
-        return {"passed": self.passed, "checks": [{**c, "value": None} if c["value"] != c["value"] else c for c in lines]}
+        return {
+            "passed": self.passed,
+            "checks": [{**c, "value": None} if c["value"] != c["value"] else c for c in lines],
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GateReport:

@@ -134,6 +134,12 @@ class TokenBlocks:
     def __len__(self) -> int:
         return self.blocks.shape[0]
 
+    def spread(self, tokens: int) -> TokenBlocks:
+        """At most `tokens` tokens of it (one block at least), taken at even distances over the whole."""
+        count = max(1, min(len(self), tokens // self.length))
+        chosen = self.blocks[[i * len(self) // count for i in range(count)]]
+        return TokenBlocks(chosen.flatten(), self.length)
+
     def batch(self, step: int, size: int, seed: int) -> torch.Tensor:
         """Token ids `[size, length]` of one step. Every epoch visits every block once, in an order of its own."""
         order = []

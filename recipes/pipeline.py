@@ -25,11 +25,11 @@ from linearize.distill.adapters import attach_adapters, merge_adapters, trainabl
 from linearize.distill.data import Corpus, TokenBlocks, read_corpus, tokenize
 from linearize.distill.evaluate.language import LanguageScore, score_language
 from linearize.distill.progress import say
-from linearize.distill.stages.lora import Lora, LoraObjective
+from linearize.distill.stages.lora import LoraObjective
 from linearize.distill.stages.transfer import TransferObjective
 from linearize.distill.trainer import LoopConfig, train
 from linearize.recipes.defaults import Stages, stages_of
-from linearize.recipes.python_corpus import documents
+from linearize.recipes.python_corpus import documents, renamed
 from linearize.recipes.schema import Recipe
 from linearize.recipes.summary import Control, Perplexity, Sample, Summary
 from linearize.recipes.teachers import Teacher, resolve_teacher
@@ -96,9 +96,9 @@ class _Conversion:
             student = self._surgery(model, self.plan)
         surgery = self._measure("surgery", student)
         transfer = None
-        if self._transfer(student):
+        if self._transfer("transfer", student):
             transfer = self._measure("transfer", student)
-        self._lora("lora", student, self.stages.lora)
+        self._lora("lora", student)
         final = self._measure("student", student) if self.stages.lora.tokens else transfer or surgery
         control = self._control(model)
         sample = Sample(**work.once("sample", lambda: self._sample(student)))
@@ -152,7 +152,9 @@ class _Conversion:
         recipe = self.recipe
         if recipe.data is None:
             source = f"the standard library of Python {platform.python_version()}"
-            self.corpus = Corpus(source, documents("train", seed=recipe.seed), documents("heldout"))
+            self.corpus = Corpus(
+                source, renamed(documents("train", seed=recipe.seed), recipe.seed), documents("heldout")
+            )
         else:
             self.corpus = read_corpus(recipe.data)
         longest = getattr(check_source(self.teacher.folder), "max_position_embeddings", None) or 1024
@@ -162,8 +164,9 @@ class _Conversion:
         train_ids = tokenize(self.corpus.train, self.tokenizer, wanted)
         self.train_data = TokenBlocks(train_ids, context, f"the training text ({self.corpus.source})")
         measured = min(recipe.heldout_context or 1024, longest)
-        heldout_ids = tokenize(self.corpus.heldout, self.tokenizer, max(recipe.heldout_tokens, measured))
-        self.heldout = TokenBlocks(heldout_ids, min(measured, max(2, heldout_ids.numel())), "the held-out text")
+        ids = tokenize(self.corpus.heldout, self.tokenizer)
+        blocks = TokenBlocks(ids, min(measured, max(2, ids.numel())), "the held-out text")
+        self.heldout = blocks.spread(recipe.heldout_tokens)
 
     # ------------------------------------------------------------------ steps
 
@@ -172,18 +175,18 @@ class _Conversion:
         sample = self.train_data.batch(0, count, self.recipe.seed) if count else None
         return build_student(model, plan, calibration=sample)
 
-    def _transfer(self, student: PreTrainedModel) -> bool:
+    def _transfer(self, name: str, student: PreTrainedModel) -> bool:
         stage = self.stages.transfer
         if stage.adapter_learning_rate is not None:
             attach_adapters(student, self.stages.lora.rank, self.stages.lora.alpha)
         groups = trainable_groups(student, stage.learning_rate, stage.adapter_learning_rate)
         if not groups or not stage.tokens:
             return False
-        self._train("transfer", TransferObjective(student), groups, stage.tokens, stage.batch_size, self.recipe.seed)
+        self._train(name, TransferObjective(student), groups, stage.tokens, stage.batch_size, self.recipe.seed)
         return True
 
-    def _lora(self, name: str, student: PreTrainedModel, stage: Lora) -> None:
-        seed = self.recipe.seed
+    def _lora(self, name: str, student: PreTrainedModel) -> None:
+        stage, seed = self.stages.lora, self.recipe.seed
         torch.manual_seed(seed + 1)
         attach_adapters(student, stage.rank, stage.alpha)
         groups = trainable_groups(student, stage.new_learning_rate, stage.learning_rate)
@@ -192,8 +195,9 @@ class _Conversion:
             self._train(name, objective, groups, stage.tokens, stage.batch_size, seed + 1)
 
     def _train(
-        self, name: str, objective: torch.nn.Module, groups: list[dict], tokens: int, batch_size: int, seed: int
+        self, name: str, objective: torch.nn.Module, groups: list[dict], tokens: int, batch_size: int | None, seed: int
     ) -> None:
+        assert batch_size is not None, "stages_of decides it"
         steps = max(1, math.ceil(tokens / (batch_size * self.train_data.length)))
         config = LoopConfig(steps=steps, batch_size=batch_size, seed=seed)
         with self.work.timed(name):
@@ -212,17 +216,16 @@ class _Conversion:
         return score
 
     def _control(self, model: PreTrainedModel) -> Control | None:
-        """The window alone, given as many training tokens as the student had in both stages."""
+        """The window alone, given the same stages on the same tokens."""
         recipe = self.recipe
-        stages = self.stages
-        if not recipe.control or recipe.to in ("swa", "softmax") or not stages.lora.tokens:
+        if not recipe.control or recipe.to in ("swa", "softmax") or not self.stages.lora.tokens:
             return None
         window = recipe.options.get("window") or 64
         plan = make_plan(len(self.plan.layers), "swa", recipe.keep_softmax, window=window)
         torch.manual_seed(recipe.seed)
         student = build_student(model, plan)
-        stage = stages.lora.model_copy(update={"tokens": stages.transfer.tokens + stages.lora.tokens})
-        self._lora("control", student, stage)
+        self._transfer("control_transfer", student)
+        self._lora("control", student)
         score = self._measure("control", student)
         return Control(
             to=f"swa (window {window})", perplexity=score.perplexity, kl=score.kl, top1_agreement=score.top1_agreement

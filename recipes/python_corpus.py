@@ -7,6 +7,7 @@ of modules is held out, together with their tests, and is used only for measurin
 from __future__ import annotations
 
 import ast
+import keyword
 import random
 import re
 import sysconfig
@@ -26,6 +27,8 @@ MAX_FILE_BYTES = 400_000
 
 _GENERATED = re.compile(r"(\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|0x[0-9a-fA-F]{2,}|\\[0-7]{3})")
 
+
+_IDENTIFIER = re.compile(r"\b[A-Za-z_][A-Za-z0-9_]{2,}\b")
 
 PASSAGE_CHARS = 600
 """Longest passage that is put together from smaller ones, in characters."""
@@ -77,9 +80,25 @@ def passages(text: str, max_chars: int = PASSAGE_CHARS) -> list[str]:
     return joined
 
 
-def documents(
-    split: str, root: Path | None = None, seed: int = 0, max_chars: int = PASSAGE_CHARS
-) -> list[str]:
+def renamed(texts: list[str], seed: int = 0, share: float = 0.5) -> list[str]:
+    """The texts with a share of their identifiers renamed, consistently within each text.
+
+    A teacher that has read a text many times continues it from memory; with other names in it, it has to look back at
+    what stands there, as it does in a text it has never seen. New names are drawn from all the texts, as often as they
+    occur. Keywords and names of fewer than three letters stay.
+    """
+    rng = random.Random(seed)
+    names = [name for text in texts for name in set(_IDENTIFIER.findall(text)) if not keyword.iskeyword(name)]
+
+    def rename(text: str) -> str:
+        own = sorted({name for name in _IDENTIFIER.findall(text) if not keyword.iskeyword(name)})
+        new = {name: rng.choice(names) for name in own if rng.random() < share}
+        return _IDENTIFIER.sub(lambda match: new.get(match[0], match[0]), text)
+
+    return [rename(text) for text in texts]
+
+
+def documents(split: str, root: Path | None = None, seed: int = 0, max_chars: int = PASSAGE_CHARS) -> list[str]:
     """The passages of one split, shuffled: one function, class, method or paragraph each.
 
     Args:

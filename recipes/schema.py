@@ -32,7 +32,9 @@ class Recipe(BaseModel):
     heldout_context: int | None = Field(
         None, ge=2, description="tokens per measured sequence; none: the teacher's longest, at most 1024"
     )
-    heldout_tokens: int = Field(24_576, ge=2, description="held-out tokens that are measured")
+    heldout_tokens: int = Field(
+        36_864, ge=2, description="held-out tokens that are measured, spread evenly over the held-out text"
+    )
     calibration_tokens: int = Field(4_096, ge=0, description="tokens for the closed-form start; 0 skips it")
     transfer: Transfer | None = Field(None, description="attention transfer; none: the mixer's usual settings")
     lora: Lora | None = Field(None, description="LoRA with cross-entropy and KL; none: the mixer's usual settings")

@@ -212,9 +212,7 @@ def card(
     kept = [log[round(i * (len(log) - 1) / 7)] for i in range(8)] if len(log) > 8 else log
     curve = "\n".join(f"| {tokens / 1e6:.1f} M | {loss:.3f} |" for tokens, loss in kept)
     note = f" ({args.note})" if args.note else ""
-    timed = (
-        "" if args.seconds is None else f"\nThe schedule followed the clock (`--seconds {args.seconds:g}`)."
-    )
+    timed = "" if args.seconds is None else f"\nThe schedule followed the clock (`--seconds {args.seconds:g}`)."
     fence = "`" * 4
     return f"""---
 license: apache-2.0
@@ -280,9 +278,7 @@ Foundation licence.
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        "python -m linearize.recipes.train_teacher", description="Train a teacher."
-    )
+    parser = argparse.ArgumentParser("python -m linearize.recipes.train_teacher", description="Train a teacher.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--stdlib", type=Path, help="a standard library folder (default: this interpreter's)")
     parser.add_argument("--python-version", default=platform.python_version(), help="version of --stdlib")
@@ -309,9 +305,7 @@ def main(argv: Sequence[str] | None = None) -> HeldOut:
     args = parse(argv)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    texts, held_texts = (
-        documents(split, args.stdlib, max_chars=args.passage_chars) for split in ("train", "heldout")
-    )
+    texts, held_texts = (documents(split, args.stdlib, max_chars=args.passage_chars) for split in ("train", "heldout"))
     n_bytes = sum(len(t.encode()) for t in held_texts)
     tokenizer = train_tokenizer(texts, args.vocab)
     stream, held_out = pack(tokenizer, texts), pack(tokenizer, held_texts)

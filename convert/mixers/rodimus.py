@@ -173,9 +173,7 @@ class Rodimus(Mixer):
     options: RodimusOptions
     float32_modules = ("gates", "branch", "maps")
 
-    def __init__(
-        self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: RodimusOptions
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: RodimusOptions) -> None:
         super().__init__(spec, attention, layer_idx, options)
         self.gates = DDTSGates(spec, options)
         self.branch = Branch(spec)
@@ -193,9 +191,7 @@ class Rodimus(Mixer):
     ) -> tuple[torch.Tensor, State]:
         """The recurrent branch before its output scale, `[B, T, H, V]` float32, and its state."""
         x = hidden_states if padding_mask is None else hidden_states * padding_mask[..., None]
-        log_decay, log_input, value_gate, conv = self.gates(
-            x, None if state is None else state["conv"], cu_seqlens
-        )
+        log_decay, log_input, value_gate, conv = self.gates(x, None if state is None else state["conv"], cu_seqlens)
         q, k = self.maps(q.float(), self.expand(k).float())
         k = F.normalize(k, dim=-1, eps=1e-12) * log_input.exp()
         v = self.expand(v).float()

@@ -60,6 +60,8 @@ def window_mix(
 
 def window_bytes(spec: AttentionSpec, window: int, dtype: torch.dtype) -> int:
     """Bytes of the window's cache for one sequence."""
+    if spec.sliding_window is not None:
+        window = min(window, spec.sliding_window)
     return (window - 1) * (2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize + 1)
 
 

@@ -19,15 +19,15 @@ class Lora(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    tokens: int = Field(200_000, ge=0, description="tokens to train on")
-    batch_size: int = Field(8, ge=1, description="sequences per step")
+    tokens: int = Field(100_000, ge=0, description="tokens to train on")
+    batch_size: int | None = Field(None, ge=1, description="sequences per step; none: by the number of tokens")
     learning_rate: float = Field(1e-3, gt=0, description="highest rate of the adapters")
     new_learning_rate: float | None = Field(
-        1e-3, description="highest rate of the mixers' new tensors; none freezes them"
+        3e-3, description="highest rate of the mixers' new tensors; none freezes them"
     )
-    rank: int = Field(8, ge=1, description="rank of the adapters")
-    alpha: int = Field(16, ge=1, description="scale of the adapters: alpha / rank")
-    ce_weight: float = Field(0.0, ge=0, description="weight of the cross-entropy with the text")
+    rank: int = Field(32, ge=1, description="rank of the adapters")
+    alpha: int = Field(64, ge=1, description="scale of the adapters: alpha / rank")
+    ce_weight: float = Field(0.02, ge=0, description="weight of the cross-entropy with the text")
     kl_weight: float = Field(1.0, ge=0, description="weight of the KL divergence from the teacher")
 
 

@@ -26,10 +26,10 @@ class Transfer(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     tokens: int = Field(200_000, ge=0, description="tokens to train on")
-    batch_size: int = Field(8, ge=1, description="sequences per step")
+    batch_size: int | None = Field(None, ge=1, description="sequences per step; none: by the number of tokens")
     learning_rate: float = Field(1e-2, gt=0, description="highest rate of the mixers' new tensors")
     adapter_learning_rate: float | None = Field(
-        None, description="highest rate of LoRA on the projections during this stage; none leaves them out"
+        3e-3, description="highest rate of LoRA on the projections during this stage; none leaves them out"
     )
 
 

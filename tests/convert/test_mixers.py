@@ -126,6 +126,17 @@ def test_a_padded_prompt_is_continued_as_if_alone(name: str, options: dict[str, 
 
 
 @mixers
+def test_padded_prompts_generate_as_if_alone(name: str, options: dict[str, Any]) -> None:
+    student, prompt = student_of(name, options), tokens(2, 15)
+    prompt[0, :9] = 0
+    greedy = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
+    both = student.generate(prompt, attention_mask=(prompt != 0).long(), **greedy)
+    short = prompt[:1, 9:]
+    alone = student.generate(short, attention_mask=torch.ones_like(short), **greedy)
+    assert torch.equal(both[0, -4:], alone[0, -4:])
+
+
+@mixers
 def test_a_reordered_cache_goes_on_from_the_chosen_rows(name: str, options: dict[str, Any]) -> None:
     student, ids = student_of(name, options), tokens(3)
     cache = student.new_cache()
@@ -148,7 +159,7 @@ def test_the_cache_holds_as_many_bytes_as_the_mixer_says(name: str, options: dic
     in_pieces(student, tokens(2, context), [context - 1, 1], cache)
     for mixer, layer in zip(student.mixers, cache.layers, strict=True):
         held = layer.state.values() if isinstance(layer, MixerCacheLayer) else (layer.keys, layer.values)
-        assert sum(t.numel() * t.element_size() for t in held) // 2 == mixer.state_bytes(context, torch.bfloat16)
+        assert sum(t.untyped_storage().nbytes() for t in held) // 2 == mixer.state_bytes(context, torch.bfloat16)
 
 
 @mixers

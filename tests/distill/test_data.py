@@ -61,3 +61,11 @@ def test_every_epoch_visits_every_block_once_whatever_the_batch(blocks: int, siz
 def test_a_text_shorter_than_a_sequence_is_refused() -> None:
     with pytest.raises(ConversionError, match="3 tokens, one sequence has 4"):
         TokenBlocks(torch.arange(3), 4)
+
+
+@given(blocks=st.integers(1, 12), tokens=st.integers(1, 60))
+def test_a_spread_sample_is_even_and_no_larger_than_asked(blocks: int, tokens: int) -> None:
+    chosen = TokenBlocks(torch.arange(blocks * 4), 4).spread(tokens).blocks[:, 0] // 4
+    assert len(chosen) == max(1, min(blocks, tokens // 4)) and chosen[0] == 0
+    gaps = chosen.diff().tolist()
+    assert not gaps or max(gaps) - min(gaps) <= 1

@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 def test_in_the_interpreter():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-x", "--import-mode=importlib", str(Path(__file__))]
+    command = [sys.executable, "-m", "pytest", "-n0", "-x", "--import-mode=importlib", str(Path(__file__))]
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
     assert " passed" in outcome.stdout, outcome.stdout

@@ -65,7 +65,7 @@ def run_interpreted(file: str) -> None:
     """Run the tests marked `interpreted`: Triton must be imported with its interpreter on, so in a new process."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-x", "--import-mode=importlib", "-k", "interpreted_", file]
+    command = [sys.executable, "-m", "pytest", "-n0", "-x", "--import-mode=importlib", "-k", "interpreted_", file]
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
     assert " passed" in outcome.stdout, outcome.stdout

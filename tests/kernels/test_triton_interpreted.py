@@ -15,7 +15,7 @@ SUITE = Path(__file__).with_name("interpreted.py")
 def test_triton_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-x", "--import-mode=importlib", str(SUITE)]
+    command = [sys.executable, "-m", "pytest", "-n0", "-x", "--import-mode=importlib", str(SUITE)]
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
     assert " passed" in outcome.stdout, outcome.stdout
