@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from linearize.kernels.checks import check_cu_seqlens, check_float, check_same_device, check_tensor
 from linearize.kernels.dispatch import resolve_backend
 from linearize.kernels.window_attention.chunked import window_attention_chunked
 from linearize.kernels.window_attention.reference import window_attention_reference
-from torch import Tensor
 
 __all__ = ["window_attention"]
 

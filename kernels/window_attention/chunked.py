@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from linearize.kernels.packing import gather_group, group_by_length
 from torch import Tensor
+
+from linearize.kernels.packing import gather_group, group_by_length
 
 MAX_BLOCK = 256
 MIN_BLOCK = 32
