@@ -55,7 +55,7 @@ def delta_rule_rows(
                 row = bench.Row(f"delta rule, {decay} decay", f"B{B} T{T} H{H} K{K} V{V}", name)
                 row.forward_bound_ms, row.both_bound_ms = machine.bound_ms(fb, fo), machine.bound_ms(bb, bo)
                 try:
-                    row.forward_ms, row.both_ms, row.first_call_s = bench.forward_and_both(run, inputs, repeats)
+                    row.forward_ms, row.both_ms, row.first_call_s, _ = bench.forward_and_both(run, inputs, repeats)
                 except Exception as error:  # a peer that can't run must not end the benchmark
                     row.note = f"{type(error).__name__}: {error}".splitlines()[0][:120]
                 rows.append(row)
@@ -91,9 +91,11 @@ def step_rows(
         count = max(1, min(8, (1 << 28) // (4 * B * H * K * V)))
         states = [torch.randn(B, H, K, V, device=q.device) for _ in range(count)]
 
-        def run(token: tuple[Tensor, ...] = (q, k, v, beta), g: Tensor = g, states: list[Tensor] = states) -> None:
+        token = (q, k, v, beta)
+
+        def run(token: tuple[Tensor, ...] = token, g: Tensor = g, states: list[Tensor] = states) -> None:
             for state in states:
-                delta_rule_step(*token, state, g)
+                delta_rule_step(token[0], token[1], token[2], token[3], state, g)
 
         row = bench.Row("delta rule, one step", f"B{B} H{H} K{K} V{V}", "linearize")
         began = time.perf_counter()
