@@ -9,6 +9,7 @@ import shutil
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -66,7 +67,7 @@ def run(
     if resumed:
         say(f"resuming from {work.folder}")
     try:
-        summary = _Conversion(recipe, teacher, plan, work, command).run()
+        summary = _Conversion(recipe, teacher, config, plan, work, command).run()
     except ConversionError:
         if not resumed and not work.trained:
             work.discard()
@@ -77,8 +78,9 @@ def run(
 class _Conversion:
     """One run: the things every step needs, and the steps."""
 
-    def __init__(self, recipe: Recipe, teacher: Teacher, plan: Plan, work: Workspace, command: str) -> None:
+    def __init__(self, recipe: Recipe, teacher: Teacher, config: Any, plan: Plan, work: Workspace, command: str) -> None:
         self.recipe, self.teacher, self.plan, self.work, self.command = recipe, teacher, plan, work, command
+        self.longest = getattr(config, "max_position_embeddings", None) or 1024
         self.stages: Stages = stages_of(recipe)
         self.device = recipe.device if recipe.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         on_cpu = torch.device(self.device).type == "cpu"
@@ -157,13 +159,12 @@ class _Conversion:
             )
         else:
             self.corpus = read_corpus(recipe.data)
-        longest = getattr(check_source(self.teacher.folder), "max_position_embeddings", None) or 1024
-        context = min(recipe.context, longest)
+        context = min(recipe.context, self.longest)
         stages = self.stages
         wanted = max(stages.transfer.tokens, stages.lora.tokens, recipe.calibration_tokens) + context
         train_ids = tokenize(self.corpus.train, self.tokenizer, wanted)
         self.train_data = TokenBlocks(train_ids, context, f"the training text ({self.corpus.source})")
-        measured = min(recipe.heldout_context or 1024, longest)
+        measured = min(recipe.heldout_context or 1024, self.longest)
         ids = tokenize(self.corpus.heldout, self.tokenizer)
         blocks = TokenBlocks(ids, min(measured, max(2, ids.numel())), "the held-out text")
         self.heldout = blocks.spread(recipe.heldout_tokens)

@@ -29,6 +29,8 @@ from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
 from linearize.convert.calibration import CalibrationSample, attention_logits, least_squares
 from linearize.convert.mixers.base import Mixer, MixerOptions, Rope, register
+from linearize.convert.mixers.hybrid import mean_log_mass, outside_window
+from linearize.convert.mixers.parts import delayed, history
 from linearize.convert.mixers.window import window_bytes, window_mix
 from linearize.kernels.linear_attention import linear_attention
 
@@ -72,19 +74,12 @@ class ShortConv(nn.Module):
         self, x: torch.Tensor, past: torch.Tensor | None, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x `[B, T, D]`, past `[B, taps-1, D]` or None at the start -> y of x's shape, and the next past."""
-        taps = self.weight.shape[1]
-        if past is None:
-            past = x.new_zeros(x.shape[0], taps - 1, x.shape[2])
-        padded = torch.cat([past, x], 1)
-        tokens = x.shape[1]
+        tokens, taps = x.shape[1], self.weight.shape[1]
+        longer = history(x, past, taps - 1)
         y = self.weight[:, -1] * x
-        if cu_seqlens is not None:
-            index = torch.arange(tokens, device=x.device)
-            start = cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
         for lag in range(1, taps):
-            term = self.weight[:, -1 - lag] * padded[:, taps - 1 - lag : taps - 1 - lag + tokens]
-            y = y + (term if cu_seqlens is None else term * (index - start >= lag)[:, None])
-        return y, padded[:, tokens:]
+            y = y + self.weight[:, -1 - lag] * delayed(longer, lag, tokens, cu_seqlens)
+        return y, longer[:, tokens:]
 
 
 class DDTSGates(nn.Module):
@@ -234,7 +229,6 @@ class Rodimus(Mixer):
     def calibrate(self, sample: CalibrationSample) -> None:
         """s and d (or c, beside a window) by least squares on the teacher's heads, r's bias by its mean."""
         spec, branch = self.spec, self.branch
-        logits = attention_logits(self, sample)
         q, k, v = self.project(sample.hidden_states)
         rotated_q, rotated_k = self.rotate(q, k, sample.rope)
         memory_q, memory_k = (rotated_q, rotated_k) if self.options.rope else (q, k)
@@ -245,11 +239,8 @@ class Rodimus(Mixer):
             branch.feedthrough.copy_((factors[:, 1:] / factors[:, :1]).expand_as(branch.scale))
             return
         window, lse, _ = window_mix(spec, self.options.window, rotated_q, rotated_k, v, None, None)
-        outside = _log_mass_outside(logits, self.options.window)
-        seen = outside > -torch.inf
-        if seen.any():
-            mean = torch.where(seen, outside, 0).sum((0, 2)) / seen.sum((0, 2)).clamp_min(1)
-            branch.log_mass.bias.copy_(mean)
+        outside = outside_window(attention_logits(self, sample), self.options.window)
+        branch.log_mass.bias.copy_(mean_log_mass(outside, branch.log_mass.bias))
         gamma = torch.sigmoid(branch.log_mass(sample.hidden_states.float()) - lse)[..., None]
         factors = least_squares([gamma * y, -gamma * window.float()], sample.heads.float() - window.float())
         branch.scale.copy_(factors[:, :1].expand_as(branch.scale))
@@ -261,11 +252,3 @@ class Rodimus(Mixer):
         conv = (self.options.conv - 1) * spec.hidden_size * 4
         window = window_bytes(spec, self.options.window, dtype) if self.options.window else 0
         return memory + conv + window
-
-
-def _log_mass_outside(logits: torch.Tensor, window: int) -> torch.Tensor:
-    """Log-sum-exp of the logits `[B, H, T, T]` of keys before the window, `[B, H, T]`; -inf: none."""
-    tokens = logits.shape[-1]
-    index = torch.arange(tokens, device=logits.device)
-    inside = index[:, None] - index < window
-    return logits.masked_fill(inside, -torch.inf).logsumexp(-1)
