@@ -78,7 +78,9 @@ def run(
 class _Conversion:
     """One run: the things every step needs, and the steps."""
 
-    def __init__(self, recipe: Recipe, teacher: Teacher, config: Any, plan: Plan, work: Workspace, command: str) -> None:
+    def __init__(
+        self, recipe: Recipe, teacher: Teacher, config: Any, plan: Plan, work: Workspace, command: str
+    ) -> None:
         self.recipe, self.teacher, self.plan, self.work, self.command = recipe, teacher, plan, work, command
         self.longest = getattr(config, "max_position_embeddings", None) or 1024
         self.stages: Stages = stages_of(recipe)

@@ -1,0 +1,7 @@
+"""The commands of `linearize`, one file each; every file of this folder is imported, which registers its command."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,25 @@
+"""`linearize inspect TEACHER`: what a conversion would do."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from linearize.recipes.commands.app import JsonFlag, app, parse_options
+
+
+@app.command()
+def inspect(
+    teacher: Annotated[str, typer.Argument(help="'llama' (bundled), a model folder or a Hub id")],
+    to: Annotated[str, typer.Option(help="mixer to plan for")] = "rodimus",
+    keep_softmax: Annotated[str | None, typer.Option(help="layers that keep their attention")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="an option of the mixer, NAME=VALUE")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show which tensors go where and what would train."""
+    from linearize.recipes.inspection import inspect_teacher
+
+    report = inspect_teacher(teacher, to, keep_softmax, parse_options(option or []))
+    print(json.dumps(report.to_json()) if as_json else report.to_text())
