@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +58,8 @@ def teacher_heads(mixer: Mixer, hidden_states: torch.Tensor, **kwargs: Any) -> t
 
 
 @contextlib.contextmanager
-def routed(mixers: list[Mixer], route: Any) -> Iterator[None]:
-    """Send the mixers' forward calls to `route` (see `Mixer.route`) inside the context."""
+def routed(mixers: Sequence[Any], route: Any) -> Iterator[None]:
+    """Send the forward calls of mixers, or channel mixers, to `route` (see `Mixer.route`) inside the context."""
     before = [mixer.route for mixer in mixers]
     for mixer in mixers:
         mixer.__dict__["route"] = route

@@ -19,9 +19,10 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from linearize.convert.attention_spec import describe_attention, find_layers
 from linearize.convert.cache import MixerCache, new_cache
+from linearize.convert.channel_mixers import CHANNEL_MIXERS
 from linearize.convert.errors import ConversionError
 from linearize.convert.mixers import MIXERS, Mixer
-from linearize.convert.plan import Plan, mixer_class
+from linearize.convert.plan import LayerPlan, Plan, channel_mixer_class, mixer_class
 
 MODEL_TYPE = "linearized"
 PACKAGE_VERSION = 1
@@ -127,10 +128,10 @@ class Linearized:
 
 
 def install_mixers(model: PreTrainedModel, plan: Plan) -> None:
-    """Replace the attention of every planned layer, in place, by a mixer at its starting values.
+    """Replace the attention, and the MLP, of every planned layer, in place, by mixers at their starting values.
 
     Raises:
-        ConversionError: the plan's length is not the model's, or an attention is not understood.
+        ConversionError: the plan's length is not the model's, or a part of the model is not understood.
     """
     layers, name = find_layers(model, model.config)
     if len(plan.layers) != len(layers):
@@ -141,6 +142,18 @@ def install_mixers(model: PreTrainedModel, plan: Plan) -> None:
             spec = describe_attention(attention, model.config)
             mixer = mixer_class(layer.mixer).from_attention(spec, attention, **layer.options)
             setattr(block, name, mixer.train(attention.training))
+        if layer.ffn is not None:
+            _install_channel_mixer(block, int(getattr(block, name).layer_idx), layer, model.config)
+
+
+def _install_channel_mixer(block: Any, layer_idx: int, layer: LayerPlan, config: Any) -> None:
+    if not isinstance(mlp := getattr(block, "mlp", None), nn.Module):
+        raise ConversionError(
+            f"layer {layer_idx}: {type(block).__name__} has no `mlp`, so --ffn {layer.ffn} cannot replace it"
+        )
+    assert layer.ffn is not None
+    kind = channel_mixer_class(layer.ffn)
+    block.mlp = kind.from_mlp(mlp, layer_idx, config.hidden_size, **layer.ffn_options).train(mlp.training)
 
 
 @functools.cache
@@ -164,7 +177,8 @@ def student_config_class(base: Any) -> Any:
 
 
 def _student_model_class(base: Any, config_class: Any) -> Any:
-    float32 = sorted({module for mixer in MIXERS.values() for module in mixer.float32_modules})
+    kinds = [*MIXERS.values(), *CHANNEL_MIXERS.values()]
+    float32 = sorted({module for kind in kinds for module in kind.float32_modules})
     strict = list(getattr(base, "_keep_in_fp32_modules_strict", None) or [])
     attributes = {
         "config_class": config_class,

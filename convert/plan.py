@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from linearize.convert.channel_mixers import CHANNEL_MIXERS, ChannelMixer
 from linearize.convert.errors import ConversionError
 from linearize.convert.mixers import MIXERS, Mixer
 
@@ -17,14 +18,22 @@ KEEP = "keep"
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer: a mixer's name, or `KEEP`, and the mixer's options."""
+    """One layer: a mixer's name, or `KEEP`, and its options; a channel mixer's name, or None for the teacher's MLP."""
 
     mixer: str
     options: dict[str, Any] = field(default_factory=dict)
+    ffn: str | None = None
+    ffn_options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kept(self) -> bool:
+        """Whether the attention stays (the MLP may still be replaced)."""
         return self.mixer == KEEP
+
+    def to_config(self) -> dict[str, Any]:
+        """JSON of this layer; `ffn` stands in it only where there is one."""
+        ffn = {} if self.ffn is None else {"ffn": self.ffn, "ffn_options": self.ffn_options}
+        return {"mixer": self.mixer, "options": self.options, **ffn}
 
 
 @dataclass(frozen=True)
@@ -35,11 +44,11 @@ class Plan:
 
     def to_config(self) -> list[dict[str, Any]]:
         """The form that stands in an exported config.json."""
-        return [{"mixer": layer.mixer, "options": layer.options} for layer in self.layers]
+        return [layer.to_config() for layer in self.layers]
 
     @classmethod
     def from_config(cls, layers: list[dict[str, Any]]) -> Plan:
-        return cls(tuple(LayerPlan(layer["mixer"], dict(layer["options"])) for layer in layers))
+        return cls(tuple(LayerPlan(**layer) for layer in layers))
 
     @property
     def converted(self) -> list[int]:
@@ -58,6 +67,13 @@ def mixer_class(name: str) -> type[Mixer]:
     raise ConversionError(
         f"no mixer is named {name!r}; did you mean {nearest[0]!r}? (`linearize list` shows all: {', '.join(sorted(MIXERS))})"
     )
+
+
+def channel_mixer_class(name: str) -> type[ChannelMixer]:
+    """The registered channel mixer, or an error that names the nearest one."""
+    if name in CHANNEL_MIXERS:
+        return CHANNEL_MIXERS[name]
+    raise ConversionError(f"no channel mixer is named {name!r}; there are: {', '.join(sorted(CHANNEL_MIXERS))}")
 
 
 def make_plan(num_layers: int, to: str, keep_softmax: str | None = None, **options: Any) -> Plan:

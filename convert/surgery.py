@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,10 +14,14 @@ from transformers import PreTrainedModel
 
 from linearize.convert.attention_spec import find_layers
 from linearize.convert.calibration import calibrate, routed, teacher_route
+from linearize.convert.channel_mixers import ChannelMixer
+from linearize.convert.channel_mixers.base import teacher_route as mlp_route
 from linearize.convert.checkpoint import load_teacher
 from linearize.convert.mixers import Mixer
 from linearize.convert.model import PACKAGE_VERSION, install_mixers, student_classes
 from linearize.convert.plan import Plan, make_plan
+
+Part = TypeVar("Part", Mixer, ChannelMixer)
 
 
 def build_student(
@@ -57,7 +62,8 @@ def build_student(
     nn.Module.to(student, device=next(model.parameters()).device)
     if calibration is not None and plan.converted:
         training = student.training
-        calibrate(student.eval(), student_mixers(student), calibration.to(student.device))
+        with as_teacher(student):
+            calibrate(student.eval(), student_mixers(student), calibration.to(student.device))
         student.train(training)
     return student
 
@@ -69,15 +75,40 @@ def _fields(config: Any) -> dict[str, Any]:
     return fields
 
 
-def as_teacher(student: nn.Module) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def as_teacher(student: nn.Module) -> Iterator[None]:
     """Context: the student computes exactly what its teacher does, from the same tensors.
 
-    Adapters on the attention's projections are off by construction; adapters elsewhere must be switched off too.
+    Adapters on the projections of mixers and channel mixers are off by construction; adapters elsewhere must be
+    switched off too.
     """
-    return routed(student_mixers(student), teacher_route)
+    with routed(student_mixers(student), teacher_route), routed(student_channel_mixers(student), mlp_route):
+        yield
 
 
 def student_mixers(model: nn.Module) -> list[Mixer]:
-    """All mixers inside a module, in layer order (works through wrappers such as PEFT's)."""
-    mixers = [cast(Mixer, m) for m in model.modules() if isinstance(m, Mixer)]
-    return sorted(mixers, key=lambda mixer: mixer.layer_idx)
+    """All mixers inside a module, in layer order (works through wrappers such as PEFT's).
+
+    A mixer that is part of another one is not listed.
+    """
+    return sorted(_outermost(model, Mixer).values(), key=lambda mixer: mixer.layer_idx)
+
+
+def student_channel_mixers(model: nn.Module) -> list[ChannelMixer]:
+    """All channel mixers inside a module, in layer order."""
+    return sorted(_outermost(model, ChannelMixer).values(), key=lambda channel_mixer: channel_mixer.layer_idx)
+
+
+def new_parameters(student: nn.Module) -> dict[str, nn.Parameter]:
+    """Every tensor that the teacher does not have, in mixers and channel mixers, by its name inside the student."""
+    parts: dict[str, Any] = {**_outermost(student, Mixer), **_outermost(student, ChannelMixer)}
+    return {f"{prefix}.{name}": p for prefix, part in parts.items() for name, p in part.new_parameters().items()}
+
+
+def _outermost(model: nn.Module, kind: type[Part], prefix: str = "") -> dict[str, Part]:
+    """Modules of a kind by name, without those inside another of the kind."""
+    found: dict[str, Part] = {}
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        found |= {path: child} if isinstance(child, kind) else _outermost(child, kind, f"{path}.")
+    return found

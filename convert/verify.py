@@ -22,6 +22,7 @@ from linearize.convert import model as _model  # noqa: F401  registers the stude
 from linearize.convert.checkpoint import load_tokenizer, weight_files
 from linearize.convert.errors import ConversionError
 from linearize.convert.export import PARITY, RECORD, file_digest, parity_outputs, tensor_digest
+from linearize.convert.plan import Plan
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest relative RMS difference of logits between two ways to compute the same thing. bfloat16 keeps 8 bits, so two
@@ -123,10 +124,11 @@ def _file_checks(folder: Path, record: dict[str, Any]) -> Iterator[Check]:
     unaccounted = found ^ set(record["origin"])
     yield Check("every tensor accounted for", len(unaccounted), 0, ", ".join(sorted(unaccounted)[:3]))
     yield Check("all tensors finite", len(infinite), 0, ", ".join(infinite[:3]))
-    kept = json.loads((folder / "config.json").read_text())["linearize"]["layers"]
-    for index in (i for i, layer in enumerate(kept) if layer["mixer"] == "keep"):
-        part = f".{index}."
-        broken += [n for n, o in record["origin"].items() if part in n and "layers" in n and o != "copied"]
+    plan = Plan.from_config(json.loads((folder / "config.json").read_text())["linearize"]["layers"])
+    for index in plan.kept:
+        part, replaced = f".{index}.", f".{index}.mlp." if plan.layers[index].ffn else None
+        mine = [n for n in record["origin"] if part in n and "layers" in n and not (replaced and replaced in n)]
+        broken += [n for n in mine if record["origin"][n] != "copied"]
     yield Check("kept tensors equal the teacher's bit for bit", len(broken), 0, ", ".join(broken[:3]))
 
 
