@@ -1,6 +1,6 @@
 """Benchmark rows of the delta rule, beside fla where it is installed; `pieces()` times the single kernels.
 
-python -m linearize.kernels.delta_rule.bench [pieces]
+python -m linearize.kernels.delta_rule.bench [pieces none|scalar|vector [I N]]
 """
 
 from __future__ import annotations
@@ -108,15 +108,20 @@ def step_rows(
     return rows
 
 
-def pieces(limit: float = 400.0, decay: str = "scalar") -> None:
-    """Times of the single kernels at the shape with a target, under candidates of the launch table."""
+def pieces(decay: str, share: tuple[int, int] | None = None) -> None:
+    """Times of the single kernels at the shape with a target, under candidates of the launch table.
+
+    Args:
+        share: (i, n) compiles every n-th candidate from the i-th on and times nothing, so that n processes fill the
+            cache of compiled kernels together.
+    """
     from linearize.kernels.delta_rule import launch as table
     from linearize.kernels.delta_rule.triton_finish import finish
     from linearize.kernels.delta_rule.triton_prepare import Prepared
     from linearize.kernels.delta_rule.triton_scan import scan, scan_back
     from linearize.kernels.linear_attention.triton_common import Packing
 
-    began = time.perf_counter()
+    candidates = itertools.count()
     B, T, H, K, V = 4, 8192, 32, 128, 128
     q, k, v, beta, *rest = draw(B, T, H, K, V, decay)
     g = rest[0] if rest else None
@@ -127,19 +132,22 @@ def pieces(limit: float = 400.0, decay: str = "scalar") -> None:
 
     def timed(kernel: str, name: str, choices: Iterable[tuple[int, int, int, int | None]], run: Callable) -> None:
         for block, warps, stages, v_block in choices:
-            if time.perf_counter() - began > limit:
-                return
+            if share is not None and next(candidates) % share[1] != share[0]:
+                continue
             pick = table.Launch(block, warps, stages)
             value = pick if v_block is None else (pick, v_block)
             with mock.patch.object(table, name, lambda *_, value=value, **__: value):
                 try:
+                    if share is not None:
+                        run()
+                        continue
                     line = f"{bench.time_ms(run, repeats=8, warmup=2):.4f} ms"
                 except Exception as error:
                     line = f"{type(error).__name__}: {error}".splitlines()[0][:100]
             print(f"{kernel:14} block {block:4} warps {warps} stages {stages} v_block {v_block}  {line}", flush=True)
 
-    scans = [(block, warps, stages, None) for block, warps, stages in itertools.product((64, 128), (4, 8), (1, 2, 3))]
-    tiles = [(block, warps, stages, block) for block, warps, stages in itertools.product((64, 128), (4, 8), (1, 2))]
+    scans = [(block, warps, stages, None) for block, warps, stages in itertools.product((64, 128), (4, 8), (1, 2))]
+    tiles = [(64, warps, stages, v) for warps, stages, v in itertools.product((4, 8), (1, 2), (64, 128))]
     timed("scan", "scan_launch", scans, lambda: scan(packing, ready, beta, g, None, o=o))
     timed("scan back", "scan_launch", scans, lambda: scan_back(
         packing, ready, beta, g, do, None, dv=dv, dstates=dstates, dstart=None))  # fmt: skip
@@ -151,10 +159,11 @@ def pieces(limit: float = 400.0, decay: str = "scalar") -> None:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["pieces"]:  # pieces DECAY [I N]
+        pieces(sys.argv[2], (int(sys.argv[3]), int(sys.argv[4])) if len(sys.argv) > 3 else None)
+        return
     machine = bench.measure_machine()
     print(bench.table(delta_rule_rows(machine) + step_rows(machine)), flush=True)
-    if "pieces" in sys.argv[1:]:
-        pieces()
 
 
 if __name__ == "__main__":

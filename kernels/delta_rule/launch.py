@@ -26,5 +26,7 @@ def scan_launch(k_width: int, v_width: int, itemsize: int, *, backward: bool = F
 
 def finish_launch(k_width: int, v_width: int, itemsize: int) -> tuple[Launch, int]:
     """`_finish`: `block` key channels at a time, and how many value channels."""
-    widest = 64 if itemsize == 2 else 32
-    return Launch(min(widest, padded(k_width, itemsize)), 8, 1), min(widest, padded(v_width, itemsize))
+    k_block, v_block = padded(k_width, itemsize), padded(v_width, itemsize)
+    if itemsize > 2:
+        return Launch(min(32, k_block), 8, 1), min(32, v_block)
+    return Launch(64, 8, 2), min(128, v_block)

@@ -18,8 +18,12 @@ def operand_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """float32 products keep float32's digits; 16-bit ones are exact in the matrix units anyway."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+    """Of products of float32 tiles. 16-bit tiles are multiplied exactly whatever it says.
+
+    With float16 inputs only products that need float32's range are made in it, and tf32 alone, which truncates, would
+    lose more than float16 does.
+    """
+    return {torch.float32: "ieee", torch.float16: "tf32x3"}.get(dtype, "tf32")
 
 
 def wide_dtype(dtype: torch.dtype) -> tl.dtype:
