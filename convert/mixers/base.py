@@ -7,7 +7,7 @@ that their tensors stay where the teacher's checkpoint has them, and puts everyt
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -53,6 +53,10 @@ class Mixer(nn.Module):
     """Whether its cache is a `MixerCacheLayer` (otherwise the teacher's own kind of layer)."""
     float32_modules: ClassVar[tuple[str, ...]] = ()
     """Submodules that stay in float32 whatever the model's dtype."""
+    use: Literal["both", "window", "recurrence"] = "both"
+    """Which branch of a hybrid with a window speaks, each with all the weight; other than "both" only to measure."""
+    separable: ClassVar[bool] = False
+    """Whether `mix` follows `use` when `options.window` is not 0."""
 
     def __init__(self, spec: AttentionSpec, attention: Any, layer_idx: int, options: MixerOptions) -> None:
         super().__init__()

@@ -175,6 +175,7 @@ class Hybrid(Mixer):
     recurrence_class: ClassVar[type[Recurrence]]
     options: HybridOptions
     float32_modules = ("recurrence", "branch")
+    separable = True
 
     def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: HybridOptions) -> None:
         super().__init__(spec, attention, layer_idx, options)
@@ -221,7 +222,10 @@ class Hybrid(Mixer):
                 return self.branch.alone(y), new_state
             q, k = self.rotate(q, k, rope)
             window, lse, window_state = window_mix(self.spec, self.window, q, k, v, padding_mask, state, cu_seqlens)
-            heads = self.branch(y, window.float(), self.branch.share(tokens.x, lse))
+            window = window.float()
+            heads = self.branch(y, window, self.branch.share(tokens.x, lse))
+        if self.use != "both":
+            heads = window if self.use == "window" else self.branch.alone(y)
         return heads, {**new_state, **window_state}
 
     @torch.no_grad()

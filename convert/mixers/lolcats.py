@@ -61,6 +61,7 @@ class LoLCATs(Mixer):
     Options = LoLCATsOptions
     options: LoLCATsOptions
     float32_modules = ("linear_rest",)
+    separable = True
 
     def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: LoLCATsOptions) -> None:
         super().__init__(spec, attention, layer_idx, options)
@@ -80,8 +81,10 @@ class LoLCATs(Mixer):
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, State]:
         sums, window, lse, new_state = self.branches(hidden_states, rope, padding_mask, state, cu_seqlens)
-        if window is None or lse is None:
+        if window is None or lse is None or self.use == "recurrence":
             return sums[..., :-1] / sums[..., -1:].clamp_min(SMALLEST_DENOMINATOR), new_state
+        if self.use == "window":
+            return window, new_state
         return self.join(sums, window, lse), new_state
 
     def branches(

@@ -167,6 +167,7 @@ class Rodimus(Mixer):
     Options = RodimusOptions
     options: RodimusOptions
     float32_modules = ("gates", "branch", "maps")
+    separable = True
 
     def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: RodimusOptions) -> None:
         super().__init__(spec, attention, layer_idx, options)
@@ -222,6 +223,8 @@ class Rodimus(Mixer):
             self.spec, self.options.window, rotated_q, rotated_k, v, padding_mask, state, cu_seqlens
         )
         window = window.float()
+        if self.use != "both":
+            return window if self.use == "window" else y, {**new_state, **window_state}
         gamma = torch.sigmoid(self.branch.log_mass(hidden_states.float()) - lse)[..., None]
         return window + gamma * (y - self.branch.window_part * window), {**new_state, **window_state}
 
