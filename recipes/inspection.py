@@ -10,13 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from linearize.convert.attention_spec import AttentionSpec, describe_attention, find_layers
+from linearize.convert.channel_mixers import CHANNEL_MIXERS, ChannelMixer
 from linearize.convert.checkpoint import check_source, checkpoint_tensors, load_tokenizer
 from linearize.convert.errors import ConversionError
 from linearize.convert.export import RECORD
-from linearize.convert.mixers import MIXERS
-from linearize.convert.plan import make_plan
+from linearize.convert.mixers import MIXERS, Mixer
+from linearize.convert.plan import ALIASES, Plan, make_plan
 from linearize.convert.size import cache_bytes
-from linearize.convert.surgery import build_student, student_mixers
+from linearize.convert.surgery import build_student, new_parameters, student_mixers
 from linearize.recipes.defaults import stages_of
 from linearize.recipes.schema import Recipe
 from linearize.recipes.teachers import resolve_teacher
@@ -47,7 +48,7 @@ class Inspection:
         lines = [f"{self.teacher}: {self.family}"]
         lines += [f"  {key:16s} {value}" for key, value in self.attention.items()]
         lines += ["layers"]
-        lines += [f"  {i:3d}  {layer['mixer']} {layer['options'] or ''}" for i, layer in enumerate(self.plan)]
+        lines += [f"  {i:3d}  {layer}" for i, layer in enumerate(Plan.from_config(self.plan).layers)]
         lines += ["tensors"]
         lines += [f"  {name:{width}s}  {shape!s:18s} {fate}" for name, (shape, fate) in self.tensors.items()]
         lines += [f"parameters: {', '.join(f'{count:,} {name}' for name, count in self.parameters.items())}"]
@@ -59,12 +60,17 @@ class Inspection:
 
 
 def inspect_teacher(
-    name: str, to: str, keep_softmax: str | None = None, options: dict[str, Any] | None = None
+    name: str,
+    to: str,
+    keep_softmax: str | None = None,
+    options: dict[str, Any] | None = None,
+    ffn: str | None = None,
+    ffn_options: dict[str, Any] | None = None,
 ) -> Inspection:
     """Look at a teacher's configuration (no weights are read) and plan its conversion."""
     teacher = resolve_teacher(name)
     config = check_source(teacher.folder)
-    plan = make_plan(config.num_hidden_layers, to, keep_softmax, **(options or {}))
+    plan = make_plan(config.num_hidden_layers, to, keep_softmax, ffn=ffn, ffn_options=ffn_options, **(options or {}))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     student = build_student(model, plan)
@@ -72,8 +78,8 @@ def inspect_teacher(
     fates = dict.fromkeys(checkpoint_tensors(student), "copied")
     for mixer in student_mixers(student):
         prefix = names[mixer]
-        fates |= {f"{prefix}.{new}": "created and trained" for new in mixer.new_parameters()}
         fates |= {f"{prefix}.{projection}.weight": "adapted by LoRA" for projection in mixer.spec.projection_names}
+    fates |= dict.fromkeys(new_parameters(student), "created and trained")
     tensors = {n: (list(t.shape), fates[n]) for n, t in checkpoint_tensors(student).items()}
     counts: dict[str, int] = {}
     for name_, tensor in checkpoint_tensors(student).items():
@@ -100,7 +106,7 @@ def describe_recipe(recipe: Recipe) -> str:
     """What `--dry-run` prints: the plan, the stages and what they train."""
     report = inspect_teacher(recipe.teacher, recipe.to, recipe.keep_softmax, recipe.options)
     transfer, lora = stages_of(recipe)
-    layers = [f"  {i:3d}  {layer['mixer']} {layer['options'] or ''}" for i, layer in enumerate(report.plan)]
+    layers = [f"  {i:3d}  {layer}" for i, layer in enumerate(Plan.from_config(report.plan).layers)]
     total = sum(report.parameters.values())
     stages = [
         f"  {name}: {stage.tokens:,} tokens; {stage.model_dump()}"
@@ -120,16 +126,22 @@ def describe_recipe(recipe: Recipe) -> str:
 
 
 def mixer_table() -> dict[str, dict[str, Any]]:
-    """Every mixer: its first line of documentation and its options."""
+    """Every mixer, channel mixer and alias: its kind, its first line of documentation and its options."""
+    table = {name: _entry("mixer", mixer) for name, mixer in sorted(MIXERS.items())}
+    for alias, turns in ALIASES.items():
+        about = f"in turn: {', '.join(map(str, turns))}"
+        table[alias] = {"kind": "alias", "about": about, "options": {}}
+    return table | {name: _entry("channel mixer", mixer) for name, mixer in sorted(CHANNEL_MIXERS.items())}
+
+
+def _entry(kind: str, mixer: type[Mixer] | type[ChannelMixer]) -> dict[str, Any]:
     return {
-        name: {
-            "about": (mixer.__doc__ or "").strip().splitlines()[0],
-            "options": {
-                option: {"default": field.default, "description": field.description or ""}
-                for option, field in mixer.Options.model_fields.items()
-            },
-        }
-        for name, mixer in sorted(MIXERS.items())
+        "kind": kind,
+        "about": (mixer.__doc__ or "").strip().splitlines()[0],
+        "options": {
+            option: {"default": field.default, "description": field.description or ""}
+            for option, field in mixer.Options.model_fields.items()
+        },
     }
 
 

@@ -13,13 +13,18 @@ from linearize.recipes.commands.app import JsonFlag, app, parse_options
 @app.command()
 def inspect(
     teacher: Annotated[str, typer.Argument(help="'llama' (bundled), a model folder or a Hub id")],
-    to: Annotated[str, typer.Option(help="mixer to plan for")] = "rodimus",
+    to: Annotated[str, typer.Option(help="a mixer, rodimus:0-7,rat:8-15 or plan.yaml")] = "rodimus",
     keep_softmax: Annotated[str | None, typer.Option(help="layers that keep their attention")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="an option of the mixer, NAME=VALUE")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for every mixer that has it, MIXER.NAME=VALUE for one")
+    ] = None,
+    ffn: Annotated[str | None, typer.Option(help="channel mixer that replaces the MLPs, such as cdmoe")] = None,
+    ffn_option: Annotated[list[str] | None, typer.Option(help="an option of the channel mixer, NAME=VALUE")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show which tensors go where and what would train."""
     from linearize.recipes.inspection import inspect_teacher
 
-    report = inspect_teacher(teacher, to, keep_softmax, parse_options(option or []))
+    options, ffn_options = parse_options(option or []), parse_options(ffn_option or [])
+    report = inspect_teacher(teacher, to, keep_softmax, options, ffn, ffn_options)
     print(json.dumps(report.to_json()) if as_json else report.to_text())
