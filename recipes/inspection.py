@@ -104,7 +104,9 @@ def _describe(spec: AttentionSpec) -> dict[str, Any]:
 
 def describe_recipe(recipe: Recipe) -> str:
     """What `--dry-run` prints: the plan, the stages and what they train."""
-    report = inspect_teacher(recipe.teacher, recipe.to, recipe.keep_softmax, recipe.options)
+    report = inspect_teacher(
+        recipe.teacher, recipe.to, recipe.keep_softmax, recipe.options, recipe.ffn, recipe.ffn_options
+    )
     transfer, lora = stages_of(recipe)
     layers = [f"  {i:3d}  {layer}" for i, layer in enumerate(Plan.from_config(report.plan).layers)]
     total = sum(report.parameters.values())

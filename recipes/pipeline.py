@@ -58,8 +58,9 @@ def run(
     """
     teacher = resolve_teacher(recipe.teacher, recipe.revision)
     config = check_source(teacher.folder)
-    plan = make_plan(config.num_hidden_layers, recipe.to, recipe.keep_softmax, **recipe.options)
-    out = Path(out) if out else Path(f"{teacher.name.split('/')[-1]}-{recipe.to}")
+    ffn = {"ffn": recipe.ffn, "ffn_options": recipe.ffn_options}
+    plan = make_plan(config.num_hidden_layers, recipe.to, recipe.keep_softmax, **ffn, **recipe.options)
+    out = Path(out) if out else Path(f"{teacher.name.split('/')[-1]}-{plan.name}")
     work = Workspace(out)
     say(f"teacher: {teacher.label}")
     say(f"plan: {len(plan.converted)} of {len(plan.layers)} layers to {recipe.to}" + _kept(plan) + f" -> {out}")

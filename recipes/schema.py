@@ -24,8 +24,15 @@ class Recipe(BaseModel):
 
     teacher: str = Field("llama", description="bundled name, model folder or Hub id")
     revision: str | None = Field(None, description="Hub revision of the teacher")
-    to: str = Field("rodimus", description="mixer that replaces softmax attention (`linearize list`)")
-    options: dict[str, Any] = Field(default_factory=dict, description="options of the mixer")
+    to: str = Field(
+        "rodimus",
+        description="mixer that replaces softmax attention (`linearize list`), rodimus:0-7,rat:8-15 or plan.yaml",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="options of the mixers; rat.chunk for one of them"
+    )
+    ffn: str | None = Field(None, description="channel mixer that replaces the MLPs (`linearize list`)")
+    ffn_options: dict[str, Any] = Field(default_factory=dict, description="options of the channel mixer")
     keep_softmax: str | None = Field(None, description="layers that keep their attention: '0,3' or '25%'")
     data: str | None = Field(None, description="text, JSONL, folder or dataset; none: Python's standard library")
     context: int = Field(512, ge=2, description="tokens per training sequence")

@@ -17,7 +17,9 @@ from linearize.recipes.commands.app import EXIT_FAILED, JsonFlag, app, bad_input
 @app.command("convert")
 def convert(
     teacher: Annotated[str, typer.Argument(help="'llama' (bundled), a model folder or a Hub id")],
-    to: Annotated[str | None, typer.Option(help="mixer that replaces softmax attention; default rodimus")] = None,
+    to: Annotated[
+        str | None, typer.Option(help="mixer (default rodimus), rodimus:0-7,rat:8-15 by layer, or plan.yaml")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="folder for the student; default <teacher>-<mixer>")] = None,
     data: Annotated[str | None, typer.Option(help="text, .jsonl, folder or dataset to train and measure on")] = None,
     tokens: Annotated[
@@ -28,7 +30,11 @@ def convert(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default a GPU when there is one")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 of the student")] = None,
     window: Annotated[int | None, typer.Option(help="softmax window beside the recurrence; 0 for none")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="an option of the mixer, NAME=VALUE (repeatable)")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for every mixer that has it, MIXER.NAME=VALUE for one")
+    ] = None,
+    ffn: Annotated[str | None, typer.Option(help="channel mixer that replaces the MLPs, such as cdmoe")] = None,
+    ffn_option: Annotated[list[str] | None, typer.Option(help="an option of the channel mixer, NAME=VALUE")] = None,
     keep_softmax: Annotated[str | None, typer.Option(help="layers that keep their attention: 0,3 or 25%")] = None,
     recipe: Annotated[Path | None, typer.Option(help="a recipe, .yaml or .py; flags given here win over it")] = None,
     revision: Annotated[str | None, typer.Option(help="Hub revision of the teacher")] = None,
@@ -49,13 +55,16 @@ def convert(
     options |= parse_options(option or [])
     if window is not None:
         options["window"] = window
+    ffn_options = {**loaded.ffn_options, **parse_options(ffn_option or [])}
     given = {
         "teacher": teacher, "to": to, "data": data, "context": context, "seed": seed, "device": device, "dtype": dtype,
-        "keep_softmax": keep_softmax, "revision": revision,
+        "keep_softmax": keep_softmax, "revision": revision, "ffn": ffn,
     }  # fmt: skip
     changes = {key: value for key, value in given.items() if value is not None}
     try:
-        built = schema.Recipe.model_validate({**loaded.model_dump(), **changes, "options": options})
+        built = schema.Recipe.model_validate(
+            {**loaded.model_dump(), **changes, "options": options, "ffn_options": ffn_options}
+        )
     except ValidationError as error:
         raise bad_input(schema.first_problem(error)) from None
     if tokens is not None:
