@@ -25,6 +25,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mamba2": [{"rope": True, "conv": 0, "D": False}],
     "liger": [{"mix": "learned"}],
     "gla": [{"rope": True}],
+    "head-hybrid": [
+        {"softmax_heads": [1], "mixer": "gla", "options": {"window": 6}},
+        {"softmax_heads": 0.5, "mixer": "rodimus", "options": {"window": 6}},
+    ],
 }
 """Options besides the defaults that change what a mixer computes."""
 
