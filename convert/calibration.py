@@ -35,14 +35,15 @@ def calibrate(student: PreTrainedModel, mixers: list[Mixer], input_ids: torch.Te
 
     The teacher's output goes on to the next layer, so each mixer sees what the teacher's attention saw.
     """
-
-    def route(mixer: Mixer, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        output, heads = teacher_heads(mixer, hidden_states, **kwargs)
-        mixer.calibrate(CalibrationSample(hidden_states, kwargs.get("position_embeddings"), heads))
-        return output, None
-
-    with routed(mixers, route):
+    with routed(mixers, calibration_route):
         student.get_decoder()(input_ids=input_ids, use_cache=False)
+
+
+def calibration_route(mixer: Mixer, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Route that lets a mixer set its new tensors from what the teacher's attention does, and then goes on with it."""
+    output, heads = teacher_heads(mixer, hidden_states, **kwargs)
+    mixer.calibrate(CalibrationSample(hidden_states, kwargs.get("position_embeddings"), heads))
+    return output, None
 
 
 def teacher_heads(mixer: Mixer, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

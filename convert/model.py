@@ -137,13 +137,18 @@ def install_mixers(model: PreTrainedModel, plan: Plan) -> None:
     if len(plan.layers) != len(layers):
         raise ConversionError(f"the plan has {len(plan.layers)} layers, the model {len(layers)}")
     for block, layer in zip(layers, plan.layers, strict=True):
-        if not layer.kept:
-            attention = getattr(block, name)
-            spec = describe_attention(attention, model.config)
-            mixer = mixer_class(layer.mixer).from_attention(spec, attention, **layer.options)
-            setattr(block, name, mixer.train(attention.training))
-        if layer.ffn is not None:
-            _install_channel_mixer(block, int(getattr(block, name).layer_idx), layer, model.config)
+        install_block(block, name, layer, model.config)
+
+
+def install_block(block: Any, attention_name: str, layer: LayerPlan, config: Any) -> None:
+    """What `install_mixers` does to one block."""
+    attention = getattr(block, attention_name)
+    if not layer.kept:
+        spec = describe_attention(attention, config)
+        mixer = mixer_class(layer.mixer).from_attention(spec, attention, **layer.options)
+        setattr(block, attention_name, mixer.train(attention.training))
+    if layer.ffn is not None:
+        _install_channel_mixer(block, int(attention.layer_idx), layer, config)
 
 
 def _install_channel_mixer(block: Any, layer_idx: int, layer: LayerPlan, config: Any) -> None:
