@@ -9,15 +9,18 @@ from linearize.kernels.checks import check_float, check_same_device
 from linearize.kernels.rat_attention.cache import RatCache
 
 
-def check_heads(operation: str, dims: dict[str, int]) -> None:
-    """Check that k, v and gate have numbers of heads that q's heads can share."""
-    for name in ("k", "v", "g"):
+def check_heads(operation: str, dims: dict[str, int]) -> int:
+    """Check that q, k, v and gate have numbers of heads that can be shared out; the largest of them."""
+    H = max(dims[f"H{name}"] for name in ("q", "k", "v", "g"))
+    for name in ("q", "k", "v", "g"):
         heads = dims[f"H{name}"]
-        if heads < 1 or dims["H"] % heads:
+        if heads < 1 or H % heads:
             argument = "gate" if name == "g" else name
             raise ValueError(
-                f"{operation}: {argument} has {heads} heads and q {dims['H']}; q's must be a multiple of {argument}'s"
+                f"{operation}: {argument} has {heads} heads and another input {H}; the largest number must be a "
+                f"multiple of {argument}'s"
             )
+    return H
 
 
 def check_tables(

@@ -371,8 +371,86 @@ def test_interpreted_packed_strided_and_cached():
     last = rat_attention_step(*(value[:, 39] for value in leaves.values()), cache, position_embeddings=tables(20, 8))
     ours = {"o": torch.cat([o, last[:, None]], 1), **cache_tensors(cache)}
     assert_close(ours, {name: reference[name] for name in ours})
-    with pytest.raises(RuntimeError, match="go on from one"):
-        rat_attention(**leaves, cache=cache, backend="triton", **options)
+    with pytest.raises(RuntimeError, match="without gradients"):
+        wanted = {name: value.requires_grad_() for name, value in leaves.items()}
+        rat_attention(**wanted, cache=cache, backend="triton", **options)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("T", "heads", "R"),
+    [(70, (2, 2, 2, 2), 16), (67, (2, 1, 4, 4), 8), (64, (6, 2, 3, 3), None), (9, (1, 1, 1, 1), 16)],
+)
+def test_interpreted_attention_over_many_summaries(monkeypatch, T, heads, R):
+    """Through torch's own attention."""
+    from linearize.kernels.rat_attention import dense, launch
+
+    kernels = []
+    monkeypatch.setattr(launch, "DENSE_FROM", 2)
+    monkeypatch.setattr(dense, "_forward", lambda *x, run=dense._forward: kernels.append(x[0]) or run(*x))
+    inputs = {name: value.half().double() for name, value in draw_inputs(1, 2, T, heads, 16).items()}
+    options = {"chunk_size": 4, "position_embeddings": None if R is None else tables(20, R)}
+    reference = run(inputs, torch.float64, "reference", **options)
+    assert_close(run(inputs, torch.float16, "triton", **options), reference, 2e-3)
+    assert kernels == ["cpu"]
+
+
+@interpreted
+def test_interpreted_gate_logits():
+    """Also with fewer query heads than running pairs."""
+    x = draw_inputs(4, 2, 20, (2, 1, 4, 4), 16)
+    logits = {**x, "gate": torch.logit(x["gate"])}
+    options = {"chunk_size": 4, "position_embeddings": tables(20, 16)}
+    wide = {name: value.requires_grad_() for name, value in logits.items()}
+    expected = rat_attention(**{**wide, "gate": wide["gate"].sigmoid()}, **options, backend="reference")
+    reference = torch.autograd.grad(expected.square().sum(), list(wide.values()))
+    for backend in ("triton", "chunked"):
+        leaves = {name: value.detach().float().requires_grad_() for name, value in logits.items()}
+        o = rat_attention(**leaves, **options, sigmoid_gate=True, backend=backend)
+        assert relative_rms(o, expected) < TOLERANCE
+        gradients = torch.autograd.grad(o.square().sum(), list(leaves.values()))
+        assert all(relative_rms(a, b) < TOLERANCE for a, b in zip(gradients, reference, strict=True))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("heads", "R", "programs"),
+    [((2, 2, 2, 2), 16, 1), ((4, 2, 2, 2), 8, 64), ((2, 1, 4, 4), None, 1), ((1, 1, 1, 1), 4, 64)],
+)
+def test_interpreted_steps_and_prefill_from_a_cache(monkeypatch, heads, R, programs):
+    """Token by token, and parts of any length, rows standing at different places of their chunks."""
+    from linearize.kernels.rat_attention import launch
+
+    monkeypatch.setattr(launch, "STEP_PROGRAMS", programs)
+    monkeypatch.setitem(launch.TABLE, "step", launch.Launch(4, 1, 1, 1))
+    x = draw_inputs(5, 2, 60, heads, 16)
+    options = {"position_embeddings": None if R is None else tables(40, R)}
+    mask = torch.arange(60) >= torch.tensor([[0], [3]])
+    whole = rat_attention(**x, chunk_size=4, key_mask=mask, backend="reference", **options)
+    x = {name: value.float() for name, value in x.items()}
+    logits = {**x, "gate": torch.logit(x["gate"])}
+    cache = RatCache(4)
+    begin = {name: value[:, :6] for name, value in x.items()}
+    rat_attention(**begin, chunk_size=4, cache=cache, key_mask=mask[:, :6], **options)
+    at = 6
+    for length in (1, 1, 7, 1, 1, 1, 20, 1, 1, 1, 1, 1):
+        part = {name: value[:, at : at + length] for name, value in (logits if length == 1 else x).items()}
+        if length == 1:
+            token = [value[:, 0] for value in part.values()]
+            o = rat_attention_step(*token, cache, sigmoid_gate=True, backend="triton", **options)[:, None]
+        else:
+            o = rat_attention(**part, chunk_size=4, cache=cache, backend="triton", **options)
+        assert relative_rms(o, whole[:, at : at + length]) < TOLERANCE, at
+        at += length
+    assert (cache.length, cache.position.tolist()) == (at, [at, at - 3])
+    cache.keys, cache.values = (
+        torch.where(torch.arange(cache.slots)[:, None] < (at - 3) // 4, t, float("nan"))
+        for t in (cache.keys, cache.values)
+    )
+    o = rat_attention_step(
+        *(value[1:, at] for value in x.values()), cache.rows(torch.tensor([1])), backend="triton", **options
+    )
+    assert relative_rms(o, whole[1:, at]) < TOLERANCE  # nothing behind the finished chunks is read
 
 
 @interpreted
@@ -381,8 +459,7 @@ def test_interpreted_operators_are_sound():
 
     x = {name: value.float().requires_grad_() for name, value in draw_inputs(3, 1, 20, (2, 1, 2, 2), 16).items()}
     cos, sin = (table.float() for table in tables(20, 8))
-    torch.library.opcheck(triton_path._attend_op, (x["q"], x["k"], x["v"], 4, 0.25))
-    torch.library.opcheck(triton_path._rotate_op, (x["q"], cos, sin, 4, False))
+    torch.library.opcheck(triton_path._forward_op, (*x.values(), cos, sin, 4, 0.25, False, True))
 
     def loss(*inputs: Tensor) -> Tensor:
         o = rat_attention(*inputs, chunk_size=4, position_embeddings=(cos, sin), backend="triton")
