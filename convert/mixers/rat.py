@@ -1,0 +1,251 @@
+"""`rat`: gated running means inside chunks of the teacher's keys and values, softmax over the chunks' last means.
+
+Source: RAT (arXiv 2507.04416). Inside a chunk of C tokens, per kv head and channel:
+
+    g_t  = σ(W_g x_t + b),   z_t = σ(W_z x_t + b_z) / σ(b_z at the start)
+    k̃_t = g_t ⊙ k̃_{t-1} + (1 - g_t) ⊙ k_t,   ṽ_t alike
+    out  = W_o (z_t ⊙ Σ softmax(q_t · k̃ · scale + r) ṽ)
+
+over the last (k̃, ṽ) of the chunks before the window and the exact (k, v) of the window, in one softmax (see
+`rat_summaries.py`); without a window over those of all earlier chunks and the running pair of the own. r is one number
+per head, at summaries only.
+
+Where this differs from the paper, a conversion starts closer to the teacher: a chunk's mean starts from its first
+token instead of from zero, so that chunks of one token are the teacher itself whatever the gates; z starts at 1; W_g
+and W_z are low-rank; positions are those of tokens, not of chunks. `start: zero` and `rank: 0` are the paper's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import nn
+
+from linearize.convert.attention_spec import AttentionSpec
+from linearize.convert.cache import State
+from linearize.convert.calibration import CalibrationSample
+from linearize.convert.mixers.base import Mixer, MixerOptions, Rope, register
+from linearize.convert.mixers.parts import LowRank
+from linearize.convert.mixers.rat_summaries import Grid, earlier_keys, summary_attention
+from linearize.kernels.gated_scan import gated_scan
+from linearize.kernels.packing import gather_group, group_by_length
+
+OPEN = 2.0
+"""Where the logit of the output gate starts."""
+FEWEST_SLOTS = 16
+
+
+class RATOptions(MixerOptions):
+    """Options of `rat`."""
+
+    window: int = Field(64, ge=0, description="exact keys beside the chunk summaries, in one softmax; 0 for none")
+    chunk: int = Field(16, ge=1, description="tokens per summary, a power of two; 1 is softmax attention")
+    gate: float = Field(0.8, gt=0, lt=1, description="where the gates start: how much of the mean is kept per token")
+    rank: int = Field(16, ge=0, description="rank of the gates' projections; 0 for full ones, as in the paper")
+    rope: Literal["token", "chunk"] = Field(
+        "token", description="token: keys carry their own position; chunk: a summary has that of its last token"
+    )
+    start: Literal["token", "zero"] = Field(
+        "token", description="what a chunk's mean starts from: its first token, or zero (the paper)"
+    )
+
+    @field_validator("chunk")
+    @classmethod
+    def _power_of_two(cls, chunk: int) -> int:
+        if chunk & (chunk - 1):
+            raise ValueError(f"chunk is {chunk}; it must be a power of two (1, 2, 4, ...)")
+        return chunk
+
+
+class GateProjection(nn.Module):
+    """σ of a projection per head and channel, which starts as its bias. float32."""
+
+    def __init__(self, spec: AttentionSpec, heads: int, rank: int, bias: float) -> None:
+        super().__init__()
+        if rank:
+            self.projection: nn.Module = LowRank(spec.hidden_size, rank, heads, spec.head_dim, bias)
+            return
+        self.projection = nn.Sequential(
+            nn.Linear(spec.hidden_size, heads * spec.head_dim), nn.Unflatten(-1, (heads, spec.head_dim))
+        )
+        nn.init.zeros_(self.projection[0].weight)
+        nn.init.constant_(self.projection[0].bias, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[B, T, D]` -> `[B, T, heads, K]` float32 in (0, 1)."""
+        return torch.sigmoid(self.projection(x.float()))
+
+
+class ChunkGates(nn.Module):
+    """The gates of the means, the output gate, and the summaries' weight in the softmax. float32."""
+
+    def __init__(self, spec: AttentionSpec, options: RATOptions) -> None:
+        super().__init__()
+        logit = math.log(options.gate / (1 - options.gate))
+        self.keep = GateProjection(spec, spec.num_kv_heads, options.rank, logit)
+        self.open = GateProjection(spec, spec.num_heads, options.rank, OPEN)
+        self.summary_weight = nn.Parameter(torch.zeros(spec.num_heads))
+
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        """z `[B, T, H, K]`."""
+        return self.open(x) / torch.sigmoid(x.new_tensor(OPEN, dtype=torch.float32))
+
+
+@register
+class RAT(Mixer):
+    """Softmax over gated running means of chunks beside exact keys of a window (RAT)."""
+
+    name = "rat"
+    Options = RATOptions
+    options: RATOptions
+    float32_modules = ("chunk_gates",)
+
+    def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: RATOptions) -> None:
+        super().__init__(spec, attention, layer_idx, options)
+        self.chunk_gates = ChunkGates(spec, options)
+
+    @property
+    def window(self) -> int:
+        """Exact keys: never more than the teacher's own window."""
+        return min(self.options.window, self.spec.sliding_window or self.options.window)
+
+    def set_chunk(self, chunk: int) -> None:
+        """Go on with chunks of `chunk` tokens, a power of two; the model's configuration says so from now on.
+
+        No tensor changes its shape. A cache filled before cannot be used after.
+        """
+        self.options = type(self.options)(**{**self.options.model_dump(), "chunk": chunk})
+        layer = self.attention.config.linearize["layers"][self.layer_idx]
+        layer["options"] = {**layer["options"], "chunk": chunk}
+
+    def mix(
+        self,
+        hidden_states: torch.Tensor,
+        rope: Rope | None,
+        padding_mask: torch.Tensor | None,
+        state: State | None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, State]:
+        q, k, v = self.project(hidden_states)
+        turned_q, turned_k = self.rotate(q, k, rope)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            gate = self.chunk_gates.keep(hidden_states)
+            tensors = [turned_q, torch.cat([turned_k, v], -1), torch.cat([k, v], -1), gate]
+            if rope is not None:
+                tensors += [x.float().expand(len(q), -1, -1) for x in rope]
+            if cu_seqlens is None:
+                heads, new_state = self.attend_chunks(tensors, padding_mask, state)
+            else:
+                heads, new_state = self.packed(tensors, cu_seqlens), {}
+            return heads * self.chunk_gates.output(hidden_states), new_state
+
+    def packed(self, tensors: list[torch.Tensor], cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """Heads of sequences laid end to end: those of similar length go together as rows, padded on the right."""
+        heads = tensors[0].new_zeros(tensors[0].shape[1:], dtype=torch.float32)
+        for group in group_by_length(cu_seqlens):
+            rows, _ = self.attend_chunks([gather_group(x, group) for x in tensors], None, None)
+            heads = heads.index_put((group.index[group.valid],), rows[group.valid])
+        return heads[None]
+
+    def attend_chunks(
+        self, tensors: list[torch.Tensor], padding_mask: torch.Tensor | None, state: State | None
+    ) -> tuple[torch.Tensor, State]:
+        """Heads `[B, T, H, K]` before the output gate.
+
+        Args:
+            tensors: q `[B, T, H, K]` with RoPE; pairs of key and value `[B, T, G, 2K]` with RoPE and without; gates
+                `[B, T, G, K]`; with RoPE cos and sin `[B, T, R]`.
+        """
+        q, exact, plain, gate, *rope = tensors
+        grid, padding = self.grid(q, padding_mask, state)
+        pairs = exact if self.options.rope == "token" else plain
+        running = self.running_means(pairs, gate, grid, state)
+        summary = running
+        if self.options.rope == "chunk" and rope:
+            k, v = running.chunk(2, -1)
+            summary = torch.cat([self.rotate(k, k, (rope[0], rope[1]))[1], v], -1)
+        slots = self.slots(summary, exact.dtype, grid, state)
+        if grid.window:
+            old = exact.new_zeros(len(exact), grid.earlier, *exact.shape[2:]) if state is None else state["window"]
+            near = torch.cat([old, exact], 1)
+        else:
+            near = summary
+        heads = summary_attention(
+            q, slots, near, self.chunk_gates.summary_weight, grid, self.spec.scaling, self.spec.softcap
+        )
+        length = torch.full((len(q),), grid.before + q.shape[1])  # stays on the host, which sizes the slots by it
+        new_state = {"slots": slots, "running": running[:, -1], "padding": padding, "length": length}
+        if grid.window:
+            new_state["window"] = near[:, q.shape[1] :]
+        return heads, new_state
+
+    def grid(
+        self, q: torch.Tensor, padding_mask: torch.Tensor | None, state: State | None
+    ) -> tuple[Grid, torch.Tensor]:
+        """Where these tokens stand, and how much padding `[B]` stood before each row's first real token."""
+        batch, tokens = q.shape[:2]
+        before = 0 if state is None else int(state["length"][0])
+        padding = q.new_zeros(batch, dtype=torch.int64) if state is None else state["padding"]
+        if padding_mask is not None:
+            leading = (padding_mask.cumsum(1) == 0).sum(1)
+            padding = torch.where(padding == before, padding + leading, padding)
+        position = torch.arange(before, before + tokens, device=q.device) - padding[:, None]
+        aligned = state is None and padding_mask is None
+        return Grid(position, aligned, before, self.options.chunk, self.window, self.spec.sliding_window), padding
+
+    def running_means(self, pairs: torch.Tensor, gate: torch.Tensor, grid: Grid, state: State | None) -> torch.Tensor:
+        """(k̃, ṽ) `[B, T, G, 2K]` float32; padding is never read, since the first real token starts a chunk."""
+        if self.options.start == "token":
+            gate = gate * (grid.position % grid.chunk != 0)[..., None, None]
+        means, _ = gated_scan(
+            pairs.float(),
+            torch.cat([gate, gate], -1),
+            grid.chunk,
+            position=0 if grid.aligned else grid.position[:, 0] % grid.chunk,
+            initial_state=None if state is None else state["running"],
+        )
+        return means
+
+    def slots(self, summary: torch.Tensor, dtype: torch.dtype, grid: Grid, state: State | None) -> torch.Tensor:
+        """Pairs `[B, S, G, 2K]` at the ends of chunks, with room for more; kept in the teacher's dtype."""
+        count = slot_count(grid.before + summary.shape[1], grid.chunk)
+        old = None if state is None else state["slots"]
+        if summary.shape[1] == 1 and old is not None and old.shape[1] == count and not torch.is_grad_enabled():
+            # One token of decoding writes its pair in place: the slot counts from the chunk's last token on.
+            slot = grid.position[:, 0].clamp_min(0) // grid.chunk
+            old[torch.arange(len(old), device=old.device), slot.clamp_max(count - 1)] = summary[:, 0].to(dtype)
+            return old
+        last = (torch.arange(count, device=summary.device) + 1) * grid.chunk - 1 - grid.position[:, :1]
+        index = last.clamp(0, summary.shape[1] - 1)[..., None, None].expand(-1, -1, *summary.shape[2:])
+        new = summary.gather(1, index).to(dtype)
+        if old is None:
+            return new
+        old = torch.cat([old, old.new_zeros(len(old), count - old.shape[1], *old.shape[2:])], 1)
+        return torch.where((last < 0)[..., None, None], old, new)
+
+    @torch.no_grad()
+    def calibrate(self, sample: CalibrationSample) -> None:
+        """The summaries' weight by search per head: the one whose heads are nearest to the teacher's."""
+        if self.options.chunk == 1:
+            return
+        weight, heads = self.chunk_gates.summary_weight, sample.heads.float()
+        candidates = torch.linspace(-4, 4, 9).to(weight)
+        errors = []
+        for candidate in candidates.tolist():
+            weight.fill_(candidate)
+            mixed, _ = self.mix(sample.hidden_states, sample.rope, None, None)
+            errors.append((mixed - heads).square().sum((0, 1, 3)))
+        weight.copy_(candidates[torch.stack(errors).argmin(0)])
+
+    def state_bytes(self, context: int, dtype: torch.dtype) -> int:
+        pair = 2 * self.spec.num_kv_heads * self.spec.head_dim
+        stored = slot_count(context, self.options.chunk) + earlier_keys(self.window, self.options.chunk)
+        return pair * (stored * dtype.itemsize + 4) + 16
+
+
+def slot_count(tokens: int, chunk: int) -> int:
+    """Slots for the chunks of `tokens` tokens: a power of two, so that decoding seldom makes them anew."""
+    return max(FEWEST_SLOTS, 1 << (tokens // chunk).bit_length())
