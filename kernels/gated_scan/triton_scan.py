@@ -58,11 +58,12 @@ def _forward(
     """y of a tile of segments, each from zero unless START: 1 the first from `start` [B,H,D], 2 every one
     from its own [B,H,N,D]. END: store the last one's state [B,H,D]. SUMMARY: store no y but the state
     [B,H,N,D] that each segment ends with and the product of its gates."""
-    segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    bh = tl.program_id(1)
+    tiles = tl.cdiv(segments, ROWS)
+    segment = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    bh = tl.program_id(0) // tiles
     b = (bh // H).to(tl.int64)
     h = bh % H
-    d = tl.program_id(2) * D_BLOCK + tl.arange(0, D_BLOCK)
+    d = tl.program_id(1) * D_BLOCK + tl.arange(0, D_BLOCK)
     d_ok = d < D
     here = (segment < segments)[:, None] & d_ok[None, :]
     spot = (bh.to(tl.int64) * segments + segment.to(tl.int64))[:, None] * D + d[None, :]
@@ -139,11 +140,12 @@ def _backward(
     gradient that leaves each segment, at `carry_ptr`, and the product of its gates. `chunk` is 0 without
     resets.
     """
-    segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    bh = tl.program_id(1)
+    tiles = tl.cdiv(segments, ROWS)
+    segment = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    bh = tl.program_id(0) // tiles
     b = (bh // H).to(tl.int64)
     h = bh % H
-    d = tl.program_id(2) * D_BLOCK + tl.arange(0, D_BLOCK)
+    d = tl.program_id(1) * D_BLOCK + tl.arange(0, D_BLOCK)
     d_ok = d < D
     here = (segment < segments)[:, None] & d_ok[None, :]
     spot = (bh.to(tl.int64) * segments + segment.to(tl.int64))[:, None] * D + d[None, :]
@@ -239,8 +241,8 @@ class _Plan:
         """Whether no state passes from segment to segment."""
         return self.per_chunk == 1 or self.segments == 1
 
-    def grid(self, BH: int, D: int) -> tuple[int, int, int]:
-        return (-(-self.segments // self.rows), BH, -(-D // self.d_block))
+    def grid(self, BH: int, D: int) -> tuple[int, int]:
+        return (-(-self.segments // self.rows) * BH, -(-D // self.d_block))
 
 
 def plan(T: int, D: int, chunk: int, lead: int) -> _Plan:
@@ -276,7 +278,7 @@ def scan_forward(
     if not p.alone:
         states, product = torch.empty(2, B, H, p.segments, D, dtype=torch.float32, device=x.device)
         _forward[grid](x, g, y, None, states, product, *shared, **options, START=0, END=False, SUMMARY=True)
-        _join[(B * H, grid[2])](
+        _join[(B * H, grid[1])](
             states,
             product,
             start,
@@ -325,7 +327,7 @@ def scan_backward(
     if not p.alone:
         carry, product = torch.empty(2, B, H, p.segments, D, dtype=torch.float32, device=x.device)
         _backward[grid](*tensors, carry, dx, dg, None, product, *shared, **options, CARRY=0, DSTART=False, SUMMARY=True)
-        _join[(B * H, grid[2])](
+        _join[(B * H, grid[1])](
             carry,
             product,
             dend,

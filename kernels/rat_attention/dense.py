@@ -63,9 +63,10 @@ def _join(
     K_BLOCK: tl.constexpr,
 ):
     """o [B,T,H,K] and the whole log-sum-exp [B,H,T]."""
-    t = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    b = (tl.program_id(1) // H).to(tl.int64)
-    h = tl.program_id(1) % H
+    tiles = tl.cdiv(T, ROWS)
+    t = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    b = (tl.program_id(0) // tiles // H).to(tl.int64)
+    h = tl.program_id(0) // tiles % H
     i = tl.arange(0, K_BLOCK)
     others = (T - 1) // C
     n = t // C - 1
@@ -96,7 +97,7 @@ def dense_attend(
     o, whole = own_value.new_empty(B, T, H, K), torch.empty_like(logit)
     block, pick = max(16, triton.next_power_of_2(K)), TABLE["move"]
     rows = max(1, pick.rows // block)
-    _join[(-(-q.shape[1] // rows), B * H)](
+    _join[(-(-T // rows) * B * H,)](
         part, lse.contiguous(), own_value, logit, o, whole, T, *part.stride()[:3],
         H=H, G=G, C=C, K=K, ROWS=rows, K_BLOCK=block, num_warps=pick.warps,
     )  # fmt: skip

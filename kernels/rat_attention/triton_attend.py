@@ -59,8 +59,9 @@ def _attend(
 ):
     """o [B,T,H,K] and the log-sum-exp [B,H,T] of turned q [B,padded,H,K]; k, v summaries, own values [B,T,G,K] and
     own logits [B,H,T]. START: row b's first token is number position[b]."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    bh = tl.program_id(1)
+    blocks = tl.cdiv(T, M)
+    block = blocks - 1 - tl.program_id(0) % blocks  # the longest first
+    bh = tl.program_id(0) // blocks
     b = (bh // H).to(tl.int64)
     h = bh % H
     g = h // (H // G)
@@ -139,8 +140,9 @@ def _queries(
     PRECISION: tl.constexpr,
 ):
     """dq [B,padded,H,K] of the turned q, from the summaries [B,S−1,G,K] alone, and delta = Σ do·o [B,H,T]."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1)
+    blocks = tl.cdiv(T, M)
+    block = blocks - 1 - tl.program_id(0) % blocks
+    bh = tl.program_id(0) // blocks
     b = (bh // H).to(tl.int64)
     h = bh % H
     g = h // (H // G)
@@ -200,8 +202,9 @@ def _chunks(
     PRECISION: tl.constexpr,
 ):
     """Gradients [B,S−1,H,K] of a block of summaries, per query head."""
-    first = tl.program_id(0) * N
-    bh = tl.program_id(1)
+    blocks = tl.cdiv(summaries, N)
+    first = tl.program_id(0) % blocks * N
+    bh = tl.program_id(0) // blocks
     b = (bh // H).to(tl.int64)
     h = bh % H
     n = first + tl.arange(0, N)
@@ -270,7 +273,7 @@ def attend(
     H = q.shape[2]
     o, lse = own_value.new_empty(B, T, H, K), logit.new_empty(B, H, T)
     options = _options("attend", q, G, C)
-    _attend[(-(-T // options["M"]), B * H)](
+    _attend[(-(-T // options["M"]) * B * H,)](
         q, keys, values, own_value, logit, position, o, lse, T, q.shape[1], scale, _LOG2E, _LN2,
         *keys.stride()[:3], *values.stride()[:3], START=position is not None, **options,
     )  # fmt: skip
@@ -288,8 +291,8 @@ def attend_backward(
     if summaries > 0:
         shared = (T, padded, summaries, scale, _LOG2E, *do.stride()[:3])
         options = _options("queries", q, G, C)
-        _queries[(-(-T // options["M"]), B * H)](q, keys, values, o, do, lse, delta, dq, *shared, **options)
+        _queries[(-(-T // options["M"]) * B * H,)](q, keys, values, o, do, lse, delta, dq, *shared, **options)
         options = _options("chunks", q, G, C)
-        grid = (-(-summaries // options["N"]), B * H)
+        grid = (-(-summaries // options["N"]) * B * H,)
         _chunks[grid](q, keys, values, do, lse, delta, dk, dv, *shared, **options)
     return dq.view(B, -1, C * H, K)[:, 1:].transpose(1, 2), dk, dv

@@ -88,8 +88,9 @@ def _own(
 
     START: row b has seen position[b] tokens and goes on from its running pair [B,G,K]; END: store the last pair.
     """
-    segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    bg = tl.program_id(1)
+    tiles = tl.cdiv(segments, ROWS)
+    segment = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
+    bg = tl.program_id(0) // tiles
     b = (bg // G).to(tl.int64)
     g_head = bg % G
     i = tl.arange(0, K_BLOCK)
@@ -212,7 +213,7 @@ def own_forward(
         q.new_empty(end, dtype=torch.float32),
     )
     options = tile("own", K)
-    _own[(-(-segments // options["ROWS"]), B * G)](
+    _own[(-(-segments // options["ROWS"]) * B * G,)](
         *inputs,
         *(tables or (None, None)),
         *(start or (None, None, None)),

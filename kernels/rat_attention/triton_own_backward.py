@@ -80,8 +80,9 @@ def _own_back(
     turned: what attention over the summaries gives the turned q, [B, C·H, S−1, K] from the second chunk on; slot: what
     it gives the summaries' pairs, turned back already, [B,S−1,G,K] float32; EXTRA: what the running pairs get besides.
     """
-    segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    bg = tl.program_id(1)
+    tiles = tl.cdiv(segments, ROWS)
+    segment = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
+    bg = tl.program_id(0) // tiles
     b = (bg // G).to(tl.int64)
     g_head = bg % G
     i = tl.arange(0, K_BLOCK)
@@ -190,7 +191,7 @@ def own_backward(
     dq = q.new_empty(B, T, H, K)
     dk, dv, dg = (x.new_empty(B, T, G, K) for x in (k, v, g))
     options = tile("own back", K)
-    _own_back[(-(-segments // options["ROWS"]), B * G)](
+    _own_back[(-(-segments // options["ROWS"]) * B * G,)](
         *inputs,
         *(tables or (None, None)),
         key,

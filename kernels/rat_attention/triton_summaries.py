@@ -43,9 +43,10 @@ def _gather(
 
     START: only chunks that tokens position[b] … position[b] + T − 1 finish, x holding those tokens.
     """
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    b = (tl.program_id(1) // G).to(tl.int64)
-    g = tl.program_id(1) % G
+    tiles = tl.cdiv(count, ROWS)
+    n = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
+    b = (tl.program_id(0) // tiles // G).to(tl.int64)
+    g = tl.program_id(0) // tiles % G
     i = tl.arange(0, K_BLOCK)
     half: tl.constexpr = WIDTH // 2
     partner = tl.where(i < half, i + half, i - half)
@@ -92,9 +93,10 @@ def _gather_back(
     K_BLOCK: tl.constexpr,
 ):
     """dx [B,count,G,K] float32: the sum over copies of dy, turned back."""
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    b = (tl.program_id(1) // G).to(tl.int64)
-    g = tl.program_id(1) % G
+    tiles = tl.cdiv(count, ROWS)
+    n = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
+    b = (tl.program_id(0) // tiles // G).to(tl.int64)
+    g = tl.program_id(0) // tiles % G
     i = tl.arange(0, K_BLOCK)
     half: tl.constexpr = WIDTH // 2
     partner = tl.where(i < half, i + half, i - half)
@@ -140,7 +142,7 @@ def gather(
     y = x.new_empty(B, count, copies * G * repeat, x.shape[3])
     options = _shape(x, tables)
     if count > 0:
-        _gather[(-(-count // options["ROWS"]), B * G)](
+        _gather[(-(-count // options["ROWS"]) * B * G,)](
             x, y, *(tables or (None, None)), None, count, T, *y.stride()[:3],
             G=G, REPEAT=repeat, COPIES=copies, C=C, START=False, **options,
         )  # fmt: skip
@@ -152,7 +154,7 @@ def gather_into(slots: Tensor, x: Tensor, tables: tuple[Tensor, Tensor] | None, 
     B, T, G, _ = x.shape
     options = _shape(x, tables)
     count = -(-(T + C - 1) // C)
-    _gather[(-(-count // options["ROWS"]), B * G)](
+    _gather[(-(-count // options["ROWS"]) * B * G,)](
         x, slots, *(tables or (None, None)), position, count, T, slots.stride(0), slots.stride(2), slots.stride(1),
         G=G, REPEAT=1, COPIES=1, C=C, START=True, **options,
     )  # fmt: skip
@@ -166,7 +168,7 @@ def gather_back(
     dx = dy.new_empty(B, count, heads, K, dtype=torch.float32)
     options = _shape(dy, tables)
     if count > 0:
-        _gather_back[(-(-count // options["ROWS"]), B * heads)](
+        _gather_back[(-(-count // options["ROWS"]) * B * heads,)](
             dy, dx, *(tables or (None, None)), count, *dy.stride()[:3],
             G=heads, REPEAT=repeat, COPIES=copies, **options,
         )  # fmt: skip
