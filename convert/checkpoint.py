@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -183,16 +184,19 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_tensors(tensors: dict[str, torch.Tensor], folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[str]:
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor], folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> list[str]:
     """Write tensors as safetensors, in shards with an index when they are larger than one; returns the file names."""
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     shards: list[list[str]] = [[]]
     size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+    for name, nbytes in sizes.items():
+        if shards[-1] and size + nbytes > max_shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += tensor.nbytes
+        size += nbytes
     single = len(shards) == 1
     names = [SINGLE if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for file, members in zip(names, shards, strict=True):
@@ -202,6 +206,7 @@ def write_tensors(tensors: dict[str, torch.Tensor], folder: Path, max_shard_byte
             os.fsync(handle.fileno())
     if not single:
         weight_map = {member: file for file, members in zip(names, shards, strict=True) for member in members}
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, indent=1)
+        )
     return names

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from linearize.convert.checkpoint import checkpoint_tensors, weight_files, write_tensors
+from linearize.convert.checkpoint import MAX_SHARD_BYTES, checkpoint_tensors, weight_files, write_tensors
 from linearize.convert.errors import ConversionError
 
 RECORD = "linearize.json"
@@ -53,7 +54,13 @@ class Ledger:
 
 
 def export(
-    student: PreTrainedModel, source_dir: str | Path, out_dir: str | Path, record: dict[str, Any] | None = None
+    student: PreTrainedModel,
+    source_dir: str | Path,
+    out_dir: str | Path,
+    record: dict[str, Any] | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    logits: Callable[[Path, torch.Tensor], torch.Tensor] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write `student` to `out_dir`, which must not exist or be empty.
 
@@ -63,23 +70,26 @@ def export(
         student: with merged adapters, in the dtype to be written.
         source_dir: the teacher's folder; its tokenizer, template, generation and licence files are copied as they are.
         record: kept in `linearize.json` beside the ledger: command, recipe, measurements.
+        tensors: what to write, if the student does not hold it itself (see `StreamedTensors`).
+        logits: `logits(folder, input_ids)` of the student as it was just written; None for its own forward.
+        max_shard_bytes: size of a weight file; one is held in memory at a time.
 
     Raises:
         ConversionError: the output is not empty, equals the source, or a tensor is not finite.
     """
     source, out = Path(source_dir), Path(out_dir)
     check_output(source, out)
-    tensors = checkpoint_tensors(student)
+    tensors = checkpoint_tensors(student) if tensors is None else tensors
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise ConversionError(f"{name} is not finite after training; nothing was exported. Lower the learning rate")
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_tensors(tensors, partial)
+    write_tensors(tensors, partial, max_shard_bytes)
     files = copy_files(source, partial)
     _write_config(student, partial)
-    _write_parity(student, partial)
+    _write_parity(student, partial, logits)
     ledger = make_ledger(tensors, source)
     (partial / RECORD).write_text(
         json.dumps({**(record or {}), "files": files, **dataclasses.asdict(ledger)}, indent=1)
@@ -111,7 +121,7 @@ def copy_files(source: Path, target: Path) -> dict[str, str]:
     return dict(sorted(digests.items()))
 
 
-def make_ledger(tensors: dict[str, torch.Tensor], source: Path) -> Ledger:
+def make_ledger(tensors: Mapping[str, torch.Tensor], source: Path) -> Ledger:
     """Compare the student's tensors with the teacher's files, tensor by tensor."""
     origin: dict[str, Origin] = {}
     digest: dict[str, str] = {}
@@ -157,21 +167,30 @@ def _write_config(student: PreTrainedModel, folder: Path) -> None:
     (folder / SHIM).write_text(_SHIM_TEXT.format(family=config["linearize"]["base_model_type"]))
 
 
-@torch.no_grad()
 def parity_outputs(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """What is compared between memory and reload: log-probabilities of the tokens read, and the last logits."""
-    logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits.float()
+    with torch.no_grad():
+        return _parity_of(model(input_ids=input_ids.to(model.device), use_cache=False).logits, input_ids)
+
+
+def _parity_of(logits: torch.Tensor, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    logits = logits.float()
     log_probs = logits.log_softmax(-1)[:, :-1]
-    taken = log_probs.gather(-1, input_ids[:, 1:, None].to(model.device))[..., 0]
+    taken = log_probs.gather(-1, input_ids[:, 1:, None].to(logits.device))[..., 0]
     return {"token_log_probs": taken.cpu(), "last_logits": logits[:, -1].contiguous().cpu()}
 
 
-def _write_parity(student: PreTrainedModel, folder: Path) -> None:
+def _write_parity(
+    student: PreTrainedModel, folder: Path, logits: Callable[[Path, torch.Tensor], torch.Tensor] | None
+) -> None:
     generator = torch.Generator().manual_seed(0)
     batch, tokens = _PARITY_SHAPE
     longest = getattr(student.config, "max_position_embeddings", None) or tokens
     input_ids = torch.randint(student.config.vocab_size, (batch, min(tokens, longest)), generator=generator)
-    training = student.training
-    outputs = parity_outputs(student.eval(), input_ids)
-    student.train(training)
+    if logits is None:
+        training = student.training
+        outputs = parity_outputs(student.eval(), input_ids)
+        student.train(training)
+    else:
+        outputs = _parity_of(logits(folder, input_ids), input_ids)
     save_file({"input_ids": input_ids, **outputs}, folder / PARITY)

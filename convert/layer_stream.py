@@ -8,7 +8,7 @@ learnt by letting it call stand-ins once, so no family needs code of its own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from linearize.convert.attention_spec import find_layers
-from linearize.convert.checkpoint import weight_files
+from linearize.convert.checkpoint import checkpoint_tensors, weight_files
 from linearize.convert.errors import ConversionError
 
 
@@ -152,6 +152,43 @@ class LayerStream:
         for name in self._parameters():
             if name.startswith(prefix):
                 set_module_tensor_to_device(self.model, name, "meta")
+
+    @torch.no_grad()
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits `[B, T, vocab]`, block by block."""
+        with self.surroundings():
+            hidden, calls = self.call(input_ids)
+        for i, call in enumerate(calls):
+            with self.block(i) as block:
+                hidden = run_block(block, hidden, call)
+        with self.surroundings():
+            return self.logits(hidden, input_ids)
+
+
+class StreamedTensors(Mapping[str, torch.Tensor]):
+    """A student's tensors, each read from disk when it is asked for: new and changed ones from an overlay, the others
+    from the teacher.
+
+    Args:
+        student: the student on the meta device, for names and dtypes.
+        overlay: tensor name -> safetensors file.
+    """
+
+    def __init__(self, student: PreTrainedModel, teacher: LayerStream, overlay: dict[str, Path]) -> None:
+        self.teacher, self.overlay = teacher, overlay
+        self.dtypes = {name: tensor.dtype for name, tensor in checkpoint_tensors(student).items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.overlay:
+            return self.teacher.read(name).to(self.dtypes[name])
+        with safe_open(self.overlay[name], framework="pt") as handle:
+            return handle.get_tensor(name).to(self.dtypes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.dtypes)
+
+    def __len__(self) -> int:
+        return len(self.dtypes)
 
 
 def run_block(block: nn.Module, hidden_states: torch.Tensor, call: BlockCall) -> torch.Tensor:
