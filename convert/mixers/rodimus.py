@@ -82,6 +82,14 @@ class ShortConv(nn.Module):
         return y, longer[:, tokens:]
 
 
+def tempered(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log decay `-softplus(a) · σ(b)` and log input gate `σ(b) · log softplus(a)`."""
+    temperature = torch.sigmoid(b)
+    # log softplus(a) underflows for very negative a, where softplus(a) = e^a.
+    log_softplus = torch.where(a < -15, a, torch.log(F.softplus(a.clamp(min=-15))))
+    return -F.softplus(a) * temperature, temperature * log_softplus
+
+
 class DDTSGates(nn.Module):
     """Log decay, log input gate and value gate from the block's input. float32 throughout."""
 
@@ -116,12 +124,9 @@ class DDTSGates(nn.Module):
         x = x.float()
         convolved, past = self.conv(x, past, cu_seqlens)
         a, b = self.up(self.down(F.silu(convolved))).unflatten(-1, (2, self.heads, -1)).unbind(-3)
-        temperature = torch.sigmoid(b)
-        log_decay = -F.softplus(a) * temperature
-        # log softplus(a) underflows for very negative a, where softplus(a) = e^a.
-        log_softplus = torch.where(a < -15, a, torch.log(F.softplus(a.clamp(min=-15))))
+        log_decay, log_input = tempered(a, b)
         value_gate = torch.sigmoid(self.value_up(self.value_down(x))).unflatten(-1, (self.heads, -1))
-        return log_decay, temperature * log_softplus, value_gate, past
+        return log_decay, log_input, value_gate, past
 
 
 class Branch(nn.Module):
