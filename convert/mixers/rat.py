@@ -36,6 +36,8 @@ from linearize.kernels.packing import gather_group, group_by_length
 OPEN = 2.0
 """Where the logit of the output gate starts."""
 FEWEST_SLOTS = 16
+ALL_THE_WEIGHT = {"both": 0.0, "window": -1e4, "recurrence": 1e4}
+"""Added to the summaries' logits to hear one branch alone; where there is no summary yet, the window speaks."""
 
 
 class RATOptions(MixerOptions):
@@ -102,6 +104,7 @@ class RAT(Mixer):
     Options = RATOptions
     options: RATOptions
     float32_modules = ("chunk_gates",)
+    separable = True
 
     def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: RATOptions) -> None:
         super().__init__(spec, attention, layer_idx, options)
@@ -119,7 +122,11 @@ class RAT(Mixer):
         """
         self.options = type(self.options)(**{**self.options.model_dump(), "chunk": chunk})
         layer = self.attention.config.linearize["layers"][self.layer_idx]
-        layer["options"] = {**layer["options"], "chunk": chunk}
+        if layer["mixer"] == self.name:
+            layer["options"] = {**layer["options"], "chunk": chunk}
+        else:  # inside a mixer of some heads, whose option `options` is this one's
+            inner = {**layer["options"].get("options", {}), "chunk": chunk}
+            layer["options"] = {**layer["options"], "options": inner}
 
     def mix(
         self,
@@ -173,9 +180,8 @@ class RAT(Mixer):
             near = torch.cat([old, exact], 1)
         else:
             near = summary
-        heads = summary_attention(
-            q, slots, near, self.chunk_gates.summary_weight, grid, self.spec.scaling, self.spec.softcap
-        )
+        weight = self.chunk_gates.summary_weight + ALL_THE_WEIGHT[self.use]
+        heads = summary_attention(q, slots, near, weight, grid, self.spec.scaling, self.spec.softcap)
         length = torch.full((len(q),), grid.before + q.shape[1])  # stays on the host, which sizes the slots by it
         new_state = {"slots": slots, "running": running[:, -1], "padding": padding, "length": length}
         if grid.window:
