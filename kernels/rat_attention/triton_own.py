@@ -135,12 +135,12 @@ def _own(
         tl.store(own_v_ptr + out, state_v.to(own_v_ptr.dtype.element_ty), mask=ok)
         for r in range(0, H // G):
             h = g_head * (H // G) + r
-            at = t[:, None] * q_t + (h // Q_GROUP) * q_h
-            q = tl.load(q_base + at + i[None, :], mask=ok, other=0.0).to(tl.float32)
+            q_at = t[:, None] * q_t + (h // Q_GROUP) * q_h
+            q = tl.load(q_base + q_at + i[None, :], mask=ok, other=0.0).to(tl.float32)
             turned = q
             inner = q
             if WIDTH > 0:
-                other = tl.load(q_base + at + partner[None, :], mask=ok & paired[None, :], other=0.0).to(tl.float32)
+                other = tl.load(q_base + q_at + partner[None, :], mask=ok & paired[None, :], other=0.0).to(tl.float32)
                 turned = q * cos + other * sin
                 inner = q * alpha + other * beta
             here = ((t >= 0) & (t < padded))[:, None] & i_ok[None, :]

@@ -1,0 +1,79 @@
+"""Which families of kernels can be measured, and how their rows are collected and stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from linearize.kernels.bench.table import Row
+from linearize.kernels.bench.timing import Machine, measure_machine
+
+
+def _linear(machine: Machine, repeats: int) -> list[Row]:
+    from linearize.kernels.bench.linear import linear_attention_rows
+
+    return linear_attention_rows(machine, repeats=repeats)
+
+
+def _delta(machine: Machine, repeats: int) -> list[Row]:
+    from linearize.kernels.delta_rule.bench import delta_rule_rows
+
+    return delta_rule_rows(machine, repeats=repeats)
+
+
+def _scan(machine: Machine, repeats: int) -> list[Row]:
+    from linearize.kernels.bench.scan import scan_rows
+
+    return scan_rows(machine, repeats=repeats)
+
+
+def _rat(machine: Machine, repeats: int) -> list[Row]:
+    from linearize.kernels.bench.rat import layer_rows
+
+    return layer_rows(machine, repeats=min(repeats, 5))
+
+
+def _decode(machine: Machine, repeats: int) -> list[Row]:
+    from linearize.kernels.bench.linear import step_rows
+    from linearize.kernels.bench.rat import decode_rows
+    from linearize.kernels.delta_rule.bench import step_rows as delta_step_rows
+
+    return step_rows(machine) + delta_step_rows(machine) + decode_rows(machine)
+
+
+FAMILIES: dict[str, Callable[[Machine, int], list[Row]]] = {
+    "linear": _linear,
+    "delta": _delta,
+    "scan": _scan,
+    "rat": _rat,
+    "decode": _decode,
+}
+
+
+def kernel_rows(families: Sequence[str] = (), repeats: int = 20) -> list[Row]:
+    """The benchmarks of the families named, or of all; a first row describes the machine.
+
+    Raises:
+        ValueError: a family is not one of `FAMILIES`.
+        RuntimeError: there is no CUDA device.
+    """
+    if unknown := [name for name in families if name not in FAMILIES]:
+        raise ValueError(f"there is no kernel family {unknown[0]!r} to measure; choose from {', '.join(FAMILIES)}")
+    if not torch.cuda.is_available():
+        raise RuntimeError("kernel benchmarks need a CUDA GPU, and torch sees none")
+    machine = measure_machine()
+    note = f"copy {machine.bandwidth / 1e9:.0f} GB/s, bf16 matmul {machine.matrix_rate / 1e12:.0f} TF/s"
+    rows = [Row("machine", machine.name, f"torch {torch.__version__}", note=note)]
+    for name in families or FAMILIES:
+        rows += FAMILIES[name](machine, repeats)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def store(rows: Sequence[Row], path: str | Path) -> None:
+    """Write the rows as JSON: a list of objects with `Row`'s fields."""
+    Path(path).write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
