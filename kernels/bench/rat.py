@@ -142,7 +142,7 @@ def decode_rows(machine: Machine) -> list[Row]:
         x = torch.randn(B, D, device=DEVICE, dtype=torch.bfloat16)
         layer = RatLayer().to(DEVICE, torch.bfloat16)
         row = Row("RAT layer, one step", f"B{B} after {seen}", "linearize")
-        cache, turns = _full_cache(B, seen - 24, seen + 64), tables(seen // C + 8)
+        cache, turns = full_cache(B, seen - 24, seen + 64), tables(seen // C + 8)
 
         def step(layer: Layer = layer, x: Tensor = x, turns: Tables = turns, cache: RatCache = cache) -> Tensor:
             with torch.no_grad():
@@ -162,7 +162,8 @@ def decode_rows(machine: Machine) -> list[Row]:
     return rows
 
 
-def _full_cache(B: int, seen: int, room: int) -> RatCache:
+def full_cache(B: int, seen: int, room: int) -> RatCache:
+    """A cache of random pairs of rows that have seen `seen` tokens, reserved for `room`."""
     make = {"device": DEVICE, "dtype": torch.bfloat16}
     cache = RatCache(C)
     cache.keys, cache.values = (torch.randn(B, H, seen // C, K, **make) for _ in range(2))
