@@ -1,36 +1,77 @@
-"""Low-rank adapters on a student's mixers: attach, switch off, merge."""
+"""Low-rank adapters on a student: attach, switch off, merge."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import PreTrainedModel
 
+from linearize.convert.attention_spec import find_layers
+from linearize.convert.errors import ConversionError
 from linearize.convert.surgery import student_mixers
 
 
-def attach_adapters(student: nn.Module, rank: int, alpha: int) -> None:
-    """Put LoRA on the projections of every mixer, in place. The teacher's attention keeps the bare projections."""
+def adapter_targets(student: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    """Full names of the modules that get adapters.
+
+    Args:
+        targets: "attention" for every projection of the mixers, "mlp" for every linear layer of the blocks outside
+            their attention, or the projections' own names, such as "q_proj" or "down_proj".
+
+    Raises:
+        ConversionError: a target is neither; names those there are.
+    """
     names = {module: name for name, module in student.named_modules()}
-    targets = [f"{names[m]}.{p}" for m in student_mixers(student) for p in m.spec.projection_names]
-    if targets and not has_adapters(student):
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, bias="none")
+    attention = [f"{names[mixer]}.{p}" for mixer in student_mixers(student) for p in mixer.spec.projection_names]
+    layers, attention_name = find_layers(student, student.config)
+    mlp = [
+        f"{names[block]}.{name}"
+        for block in layers
+        for name, module in block.named_modules()
+        if not name.startswith(f"{attention_name}.") and (isinstance(module, nn.Linear) or _is_adapted(module))
+        if ".base_layer" not in name and ".lora_" not in name
+    ]
+    short = {name.rpartition(".")[2] for name in (*attention, *mlp)}
+    if attention and (unknown := [t for t in targets if t not in short | {"attention", "mlp"}]):
+        raise ConversionError(
+            f"targets: there is no projection {unknown[0]!r} to adapt; use attention, mlp or {', '.join(sorted(short))}"
+        )
+    chosen = [name for name in attention if "attention" in targets or name.rpartition(".")[2] in targets]
+    return chosen + [name for name in mlp if "mlp" in targets or name.rpartition(".")[2] in targets]
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return isinstance(module, BaseTunerLayer)
+
+
+def attach_adapters(student: PreTrainedModel, rank: int, alpha: int, targets: Sequence[str] = ("attention",)) -> None:
+    """Put LoRA on projections, in place. The teacher's attention inside the mixers keeps the bare projections.
+
+    Adapters of the same kind that are there already stay as they are; others are merged first.
+    """
+    wanted = adapter_targets(student, targets)
+    there = {name: module for name, module in student.named_modules() if isinstance(module, LoraLayer)}
+    if there:
+        same = all(m.r["default"] == rank and m.lora_alpha["default"] == alpha for m in there.values())
+        if same and set(there) == set(wanted):
+            return
+        merge_adapters(student)
+    if wanted:
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=wanted, lora_dropout=0.0, bias="none")
         inject_adapter_in_model(config, student)
-
-
-def has_adapters(student: nn.Module) -> bool:
-    return any(isinstance(module, BaseTunerLayer) for module in student.modules())
 
 
 @contextmanager
 def adapters_off(student: nn.Module) -> Iterator[None]:
     """The base model without its adapters."""
-    layers = [module for module in student.modules() if isinstance(module, BaseTunerLayer)]
+    layers: list[Any] = [module for module in student.modules() if _is_adapted(module)]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -57,27 +98,3 @@ def merge_adapters(student: nn.Module) -> None:
                 if base.bias is not None:
                     merged.bias = base.bias
                 setattr(parent, name, merged.train(base.training))
-
-
-def trainable_groups(
-    student: nn.Module, new_lr: float | None, adapter_lr: float | None, weight_decay: float = 0.0
-) -> list[dict[str, Any]]:
-    """Optimizer groups: the mixers' new tensors and the adapters, each at its own rate; None leaves a kind frozen.
-
-    Everything else is frozen. Raises AssertionError if a tensor meant to train is not reachable by name.
-    """
-    new: dict[str, nn.Parameter] = {}
-    names = {module: name for name, module in student.named_modules()}
-    for mixer in student_mixers(student):
-        new |= {f"{names[mixer]}.{name}": p for name, p in mixer.new_parameters().items()}
-    adapters = {name: p for name, p in student.named_parameters() if "lora_" in name}
-    groups: list[dict[str, Any]] = []
-    for parameters, lr in ((new, new_lr), (adapters, adapter_lr)):
-        if parameters and lr is not None:
-            groups.append({"params": parameters, "lr": lr, "weight_decay": weight_decay})
-    wanted = {id(p) for group in groups for p in group["params"].values()}
-    for parameter in student.parameters():
-        parameter.requires_grad_(id(parameter) in wanted)
-        wanted.discard(id(parameter))
-    assert not wanted, f"{len(wanted)} tensors that should train are no parameters of the student"
-    return groups

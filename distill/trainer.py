@@ -1,7 +1,8 @@
 """The training loop: any objective, resumable to the exact step.
 
-The batch, the learning rate and nothing random are functions of the step, so a run that was killed continues from
-its last saved state as if it had never stopped. accelerate places the model and shares the work among processes.
+The batch, everything random and the learning rate are functions of the step (the rate of `plateau` also of the losses,
+which the state keeps), so a run that was killed continues from its last saved state as if it had never stopped.
+accelerate places the model and shares the work among processes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -23,8 +23,7 @@ from torch import nn
 from linearize.convert.errors import ConversionError
 from linearize.distill.data import TokenBlocks
 from linearize.distill.progress import meter
-
-Schedule = Literal["cosine", "constant", "linear"]
+from linearize.distill.schedules import RateSchedule, Schedule
 
 
 class NonFiniteLoss(ConversionError):
@@ -37,8 +36,8 @@ class LoopConfig:
 
     Attributes:
         batch_size: sequences per step, all processes together.
-        warmup: share of the steps during which the rate rises linearly.
-        final_rate: the rate at the end, relative to the highest.
+        schedule, warmup, final_rate: see `RateSchedule`.
+        clip: largest norm of the gradient of all groups together.
         save_every: steps between saved states; 0 for about ten in all.
     """
 
@@ -60,18 +59,6 @@ class TrainingLog:
     tokens: int = 0
     seconds: float = 0.0
     resumed_at: int = 0
-
-
-def rate_factor(step: int, config: LoopConfig) -> float:
-    """The learning rate of a step (from 0), relative to the highest."""
-    warm = max(1, round(config.warmup * config.steps))
-    if step < warm:
-        return (step + 1) / warm
-    done = (step - warm) / max(1, config.steps - warm)
-    if config.schedule == "constant":
-        return 1.0
-    shape = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return config.final_rate + (1 - config.final_rate) * shape
 
 
 def train(
@@ -109,11 +96,15 @@ def train(
     tokens = config.batch_size * data.length
     began = time.perf_counter()
     spent = log.seconds
+    schedule = RateSchedule(config.schedule, config.steps, config.warmup, config.final_rate)
+    for value in log.losses:
+        schedule.observe(value)
     objective.train()
     with meter(name, config.steps, start) as progress:
         for step in range(start, config.steps):
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * rate_factor(step, config)
+                group["lr"] = group["peak"] * schedule.factor(step)
+            torch.manual_seed(config.seed * 1_000_003 + step)
             batch = data.batch(step, config.batch_size, config.seed)[rank * share : (rank + 1) * share]
             loss = objective(batch.to(accelerator.device))
             accelerator.backward(loss)
@@ -128,6 +119,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             log.losses.append(value)
+            schedule.observe(value)
             log.tokens = (step + 1) * tokens
             log.seconds = spent + time.perf_counter() - began
             progress.update(step + 1, tokens, value)

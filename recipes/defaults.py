@@ -1,59 +1,45 @@
-"""What a recipe leaves open: stage settings that suit the mixer, measured on the bundled teacher."""
+"""What a recipe leaves open: stages that suit the mixer, measured on the bundled teacher."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from linearize.distill.stages.lora import Lora
-from linearize.distill.stages.transfer import Transfer
+from linearize.distill.stages import Lora, Stage, Transfer
 from linearize.recipes.schema import Recipe
 
 _LARGEST_BATCH = 8
 _ENOUGH_STEPS = 350
 
 
-class Stages(NamedTuple):
-    """The stages of a conversion with every setting decided."""
-
-    transfer: Transfer
-    lora: Lora
+def stages_of(recipe: Recipe) -> list[Stage]:
+    """The recipe's stages, every setting decided."""
+    return [_with_batch(stage, recipe) for stage in _written(recipe)]
 
 
-def stages_of(recipe: Recipe) -> Stages:
-    """The recipe's stages, the missing ones by the mixer's habits.
+def _written(recipe: Recipe) -> list[Stage]:
+    """The recipe's stages; where it has none, by the mixer's habits.
 
     A student that starts from a softmax window is nearly right from the beginning and wants a gentle second stage; a
     purely recurrent one has further to go.
     """
-    recurrent_only = recipe.options.get("window") == 0
-    transfer = recipe.transfer or Transfer()
-    lora = recipe.lora or Lora(learning_rate=1e-3 if recurrent_only else 5e-4)
-    return Stages(
-        transfer.model_copy(update={"batch_size": transfer.batch_size or _batch(transfer.tokens, recipe.context)}),
-        lora.model_copy(update={"batch_size": lora.batch_size or _batch(lora.tokens, recipe.context)}),
-    )
+    if recipe.stages is not None:
+        return list(recipe.stages)
+    adapters = 1e-3 if recipe.options.get("window") == 0 else 5e-4
+    return [Transfer(), Lora(learning_rates={"new": 3e-3, "adapters": adapters})]
 
 
-def _batch(tokens: int, context: int) -> int:
-    """Sequences per step: many small steps learn more from few tokens, so larger batches wait for more of them."""
+def _with_batch(stage: Stage, recipe: Recipe) -> Stage:
+    """The stage with a batch size: many small steps learn more from few tokens, so larger ones wait for more."""
     batch = 1
-    while batch < _LARGEST_BATCH and tokens // (2 * batch * context) >= _ENOUGH_STEPS:
+    context = stage.context or recipe.context
+    while batch < _LARGEST_BATCH and stage.tokens // (2 * batch * context) >= _ENOUGH_STEPS:
         batch *= 2
-    return batch
+    return stage.model_copy(update={"batch_size": stage.batch_size or batch})
 
 
 def with_tokens(recipe: Recipe, total: int) -> Recipe:
     """The same recipe with `total` training tokens, divided between the stages as before."""
-    transfer, lora = stages_of(recipe)
-    before = transfer.tokens + lora.tokens
-    first = round(total * transfer.tokens / before) if before else total // 2
-
-    def batch(given: Transfer | Lora | None) -> int | None:
-        return None if given is None else given.batch_size  # decided anew unless the recipe says
-
-    return recipe.model_copy(
-        update={
-            "transfer": transfer.model_copy(update={"tokens": first, "batch_size": batch(recipe.transfer)}),
-            "lora": lora.model_copy(update={"tokens": total - first, "batch_size": batch(recipe.lora)}),
-        }
-    )
+    stages = _written(recipe)
+    before = sum(stage.tokens for stage in stages)
+    shares = [round(total * stage.tokens / before) if before else total // len(stages) for stage in stages[:-1]]
+    last = [total - sum(shares)] if stages else []
+    scaled = [s.model_copy(update={"tokens": n}) for s, n in zip(stages, shares + last, strict=True)]
+    return recipe.model_copy(update={"stages": scaled})

@@ -88,7 +88,7 @@ def renamed(texts: list[str], seed: int = 0, share: float = 0.5) -> list[str]:
     occur. Keywords and names of fewer than three letters stay.
     """
     rng = random.Random(seed)
-    names = [name for text in texts for name in set(_IDENTIFIER.findall(text)) if not keyword.iskeyword(name)]
+    names = [name for text in texts for name in sorted(set(_IDENTIFIER.findall(text))) if not keyword.iskeyword(name)]
 
     def rename(text: str) -> str:
         own = sorted({name for name in _IDENTIFIER.findall(text) if not keyword.iskeyword(name)})

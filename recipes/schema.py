@@ -1,4 +1,4 @@
-"""The typed recipe: everything that decides a conversion. YAML is its written form."""
+"""The typed recipe: everything that decides a conversion. A Python file or YAML is its written form."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from linearize.convert.errors import ConversionError
-from linearize.distill.stages.lora import Lora
-from linearize.distill.stages.transfer import Transfer
+from linearize.distill.stages import STAGES, AnyStage
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
 
@@ -43,8 +42,9 @@ class Recipe(BaseModel):
         36_864, ge=2, description="held-out tokens that are measured, spread evenly over the held-out text"
     )
     calibration_tokens: int = Field(4_096, ge=0, description="tokens for the closed-form start; 0 skips it")
-    transfer: Transfer | None = Field(None, description="attention transfer; none: the mixer's usual settings")
-    lora: Lora | None = Field(None, description="LoRA with cross-entropy and KL; none: the mixer's usual settings")
+    stages: list[AnyStage] | None = Field(
+        None, description="training, in order; none: attention transfer and LoRA with the mixer's usual settings"
+    )
     control: bool = Field(True, description="also train the window alone at equal tokens, to compare with")
     seed: int = Field(0, ge=0, description="of new tensors, adapters and the order of the data")
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU when there is one")
@@ -52,43 +52,67 @@ class Recipe(BaseModel):
         "auto", description="of the student; auto: float32 on the CPU, bfloat16 on a GPU"
     )
 
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+    @field_validator("stages")
+    @classmethod
+    def _named_apart(cls, stages: list[AnyStage] | None) -> list[AnyStage] | None:
+        labels = [stage.label for stage in stages or ()]
+        for label in labels:
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", label) or label.startswith("control"):
+                raise ValueError(f"a stage is named {label!r}; use letters, digits, - and _, and not 'control...'")
+            if labels.count(label) > 1:
+                raise ValueError(f"two stages are named {label!r}; give each a name of its own")
+        return stages
 
 
-def load_recipe(file: str | Path) -> Recipe:
-    """Read a recipe: a `.yaml` file, or a Python file that defines `recipe = Recipe(...)`.
+def load_recipe(source: str | Path) -> Recipe:
+    """Read a recipe: a built-in one by name, a `.yaml` file, or a Python file that defines `recipe = Recipe(...)`.
 
     A Python recipe is run; that is code of the user's own.
 
     Raises:
-        ConversionError: the file is missing or invalid; names the key.
+        ConversionError: there is none, or it is invalid; names the key.
     """
-    path = Path(file)
+    from linearize.recipes.builtin import builtin_file
+
+    path = builtin_file(str(source)) or Path(source)
     if not path.is_file():
-        raise ConversionError(f"--recipe {file}: no such file")
-    if path.suffix == ".py":
-        spec = importlib.util.spec_from_file_location("user_recipe", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        recipe = getattr(module, "recipe", None)
-        if not isinstance(recipe, Recipe):
-            raise ConversionError(f"--recipe {file} does not define `recipe = Recipe(...)`")
-        return recipe
+        raise ConversionError(f"--recipe {source}: no such file, and no built-in recipe (`linearize recipes ls`)")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        return Recipe.model_validate(data)
+        if path.suffix == ".py":
+            return _run_recipe(path, str(source))
+        return Recipe.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
     except yaml.YAMLError as error:
-        raise ConversionError(f"--recipe {file} is no YAML: {str(error).splitlines()[0]}") from None
+        raise ConversionError(f"--recipe {source} is no YAML: {str(error).splitlines()[0]}") from None
     except ValidationError as error:
-        raise ConversionError(f"--recipe {file}: {first_problem(error)}") from None
+        raise ConversionError(f"--recipe {source}: {first_problem(error)}") from None
+
+
+def _run_recipe(path: Path, source: str) -> Recipe:
+    spec = importlib.util.spec_from_file_location("user_recipe", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (ValidationError, ConversionError):
+        raise
+    except Exception as error:
+        raise ConversionError(f"--recipe {source} does not run: {type(error).__name__}: {error}") from None
+    recipe = getattr(module, "recipe", None)
+    if not isinstance(recipe, Recipe):
+        raise ConversionError(f"--recipe {source} does not define `recipe = Recipe(...)`")
+    return recipe
 
 
 def first_problem(error: ValidationError) -> str:
     """One line for the first thing pydantic found: key, value, reason."""
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}"
+    where = [str(part) for part in first["loc"] if part not in STAGES]
+    key = ".".join(where) or error.title
+    if first["type"].startswith("union_tag"):
+        return f"{key}.kind = {first['ctx'].get('tag')!r}: there is no such stage; there are {', '.join(STAGES)}"
+    if first["type"] == "extra_forbidden":
+        return f"{key} = {first['input']!r}: there is no such key"
+    return f"{key} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def parse_tokens(text: str) -> int:

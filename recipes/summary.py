@@ -16,6 +16,22 @@ class Perplexity(BaseModel):
     student: float
 
 
+class StageScore(BaseModel):
+    """One stage: its losses, and the student on held-out text after it."""
+
+    name: str
+    kind: str
+    tokens: int
+    loss_first: float
+    loss_last: float
+    perplexity: float | None = None
+    kl: float | None = None
+    top1_agreement: float | None = None
+    seconds: float
+    peak_memory: int
+    """Bytes, see `peak_memory`."""
+
+
 class Control(BaseModel):
     """The window alone, trained on equal tokens."""
 
@@ -47,6 +63,7 @@ class Summary(BaseModel):
     kl: float
     top1_agreement: float
     control: Control | None
+    stages: list[StageScore]
     state_bytes: dict[str, int]
     """Context in tokens -> bytes one sequence holds."""
     kv_bytes: dict[str, int]
@@ -71,19 +88,16 @@ class Summary(BaseModel):
     def to_text(self) -> str:
         """The page a person reads at the end."""
         p = self.perplexity
-        rows = [
-            ("teacher", p.teacher),
-            ("after surgery", p.surgery),
-            ("after transfer", p.transfer),
-            ("student", p.student),
-        ]
+        rows = [("teacher", p.teacher), ("after surgery", p.surgery)]
+        rows += [(f"after {stage.name}", stage.perplexity) for stage in self.stages[:-1] if stage.perplexity]
+        rows.append(("student", p.student))
         if self.control is not None:
             rows.append((f"control: {self.control.to} alone", self.control.perplexity))
         lines = [
             f"{self.teacher} -> {self.to}",
             "",
             f"perplexity on {self.heldout_tokens:,} held-out tokens of {self.data}, {self.context} at a time",
-            *(f"  {name:24s}{value:9.3f}   {value / p.teacher:6.3f} x" for name, value in rows if value is not None),
+            *(f"  {name:24s}{value:9.3f}   {value / p.teacher:6.3f} x" for name, value in rows),
             "",
             f"KL from the teacher      {self.kl:9.4f} nats per token",
             f"same first choice        {self.top1_agreement:9.1%}",
@@ -110,6 +124,6 @@ class Summary(BaseModel):
             f"({', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.stage_seconds.items())})",
             f"written to {self.out}",
         ]
-        if p.transfer is None and not self.tokens.get("lora"):
+        if not self.stages:
             lines.append("note: this student was not trained; it is surgery alone")
         return "\n".join(lines)

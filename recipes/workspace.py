@@ -57,14 +57,14 @@ class Workspace:
                 )
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
-        self._write("recipe.json", recipe.model_dump(mode="json"))
+        self.write("recipe.json", recipe.model_dump(mode="json"))
         return False
 
     def once(self, key: str, compute: Callable[[], Any]) -> Any:
         """The JSON-able result of `compute()`, from disk if a killed run made it already."""
         if key not in self.results:
             self.results[key] = compute()
-            self._write("results.json", self.results)
+            self.write("results.json", self.results)
         return self.results[key]
 
     @contextmanager
@@ -74,7 +74,7 @@ class Workspace:
         yield
         seconds = self.results.setdefault("seconds", {})
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
-        self._write("results.json", self.results)
+        self.write("results.json", self.results)
 
     def state(self, stage: str) -> Path:
         """Where a stage keeps its state."""
@@ -99,7 +99,8 @@ class Workspace:
         file = self.folder / name
         return json.loads(file.read_text()) if file.is_file() else {}
 
-    def _write(self, name: str, data: Any) -> None:
+    def write(self, name: str, data: Any) -> None:
+        """Keep JSON-able data in the folder, whole or not at all."""
         temporary = self.folder / (name + ".tmp")
         temporary.write_text(json.dumps(data, indent=1))
         os.replace(temporary, self.folder / name)

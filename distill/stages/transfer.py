@@ -2,59 +2,116 @@
 
 One pass of the teacher through the student's body gives each mixer its input and its target; the teacher's output
 goes on to the next layer, so that all layers train at once and none sees another's mistakes. (LoLCATs,
-arXiv 2410.10254; RADLADS, arXiv 2505.03005.)
+arXiv 2410.10254; RADLADS, arXiv 2505.03005.) With `teacher_forced: false` each mixer sees instead what the student's
+layers before it made; no gradient crosses a layer in either case.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+import torch.nn.functional as F
+from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearize.convert.calibration import routed, teacher_heads
+from linearize.convert.calibration import routed
 from linearize.convert.mixers import Mixer
 from linearize.convert.surgery import student_mixers
+from linearize.distill.capture import Seen, watch_attention
 from linearize.distill.losses import normalized_error
+from linearize.distill.mixing import check_linear, mixing_matrix, teacher_matrix
+from linearize.distill.parameters import Group
+from linearize.distill.reference import Reference, last_hidden
+from linearize.distill.stages.base import AdapterStage, Workbench, rates
+
+_LEAST_WEIGHT = 1e-6  # of a student's attention weight inside a logarithm
 
 
-class Transfer(BaseModel):
-    """Settings of the stage."""
+class Transfer(AdapterStage):
+    """Every mixer learns the outputs of the attention it replaces."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    tokens: int = Field(200_000, ge=0, description="tokens to train on")
-    batch_size: int | None = Field(None, ge=1, description="sequences per step; none: by the number of tokens")
-    learning_rate: float = Field(1e-2, gt=0, description="highest rate of the mixers' new tensors")
-    adapter_learning_rate: float | None = Field(
-        3e-3, description="highest rate of LoRA on the projections during this stage; none leaves them out"
+    kind: Literal["transfer"] = "transfer"
+    tokens: int = Field(200_000, ge=0, description="tokens to train on; 0 skips the stage")
+    learning_rates: dict[Group, float] = rates(new=1e-2, adapters=3e-3)
+    loss: Literal["normalized", "mse"] = Field(
+        "normalized", description="normalized: squared error over the target's squares; mse: mean squared error"
     )
+    scale: float = Field(1.0, gt=0, description="factor of the loss")
+    at: Literal["output", "heads"] = Field("output", description="compare after o_proj (output) or before it (heads)")
+    weights: float = Field(0.0, ge=0, description="weight of the cross-entropy between attention weights; 0 for none")
+    window_dropout: float = Field(
+        0.0, ge=0, lt=1, description="chance per layer and step that a mixer's window shrinks to the token itself"
+    )
+    teacher_forced: bool = Field(True, description="whether mixers see the teacher's hidden states or the student's")
+
+    def objective(self, bench: Workbench) -> nn.Module:
+        if self.weights:
+            for mixer in student_mixers(bench.student):
+                check_linear(mixer)
+        return TransferObjective(bench.student, bench.reference(), self)
 
 
 class TransferObjective(nn.Module):
-    """Mean over layers of `‖W_o(mine) - W_o(teacher's)‖² / ‖W_o(teacher's)‖²`."""
+    """Mean over layers of the error of the mixers' outputs; by default `‖mine - teacher's‖² / ‖teacher's‖²`."""
 
-    def __init__(self, student: PreTrainedModel) -> None:
+    def __init__(self, student: PreTrainedModel, reference: Reference, settings: Transfer) -> None:
         super().__init__()
         self.student = student
+        self.__dict__["reference"] = reference  # not a submodule: nothing of it trains
+        self.settings = settings
         self.layer_errors: list[float] = []
+
+    reference: Reference
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids `[B, T]` -> scalar loss, differentiable in the mixers' tensors."""
+        mixers = student_mixers(self.student)
+        seen = watch_attention(self.reference, input_ids)
         losses: list[torch.Tensor] = []
 
-        def route(mixer: Mixer, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-            with torch.no_grad():
-                target, _ = teacher_heads(mixer, hidden_states, **kwargs)
-            with torch.enable_grad():
-                heads, _ = mixer.mix(hidden_states, kwargs.get("position_embeddings"), None, None)
-                losses.append(normalized_error(mixer.output(heads.to(hidden_states.dtype)), target))
-            return target, None
+        def own(mixer: Mixer, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+            loss, output = self.layer_error(mixer, hidden_states, seen[mixer.layer_idx])
+            losses.append(loss)
+            return output.detach(), None
 
-        with torch.no_grad(), routed(student_mixers(self.student), route):
-            self.student.get_decoder()(input_ids=input_ids, use_cache=False)
+        if self.settings.teacher_forced:
+            for mixer in mixers:
+                losses.append(self.layer_error(mixer, seen[mixer.layer_idx].hidden_states, seen[mixer.layer_idx])[0])
+        else:
+            with torch.no_grad(), routed(mixers, own):
+                last_hidden(self.student, input_ids)
         stacked = torch.stack(losses)
         self.layer_errors = stacked.detach().tolist()
-        return stacked.mean()
+        return self.settings.scale * stacked.mean()
+
+    def layer_error(self, mixer: Mixer, hidden_states: torch.Tensor, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's loss and the mixer's output `[B, T, D]`."""
+        settings, rope = self.settings, seen.rope
+        with torch.enable_grad(), self._dropped(mixer):
+            heads, _ = mixer.mix(hidden_states, rope, None, None)
+            output = mixer.output(heads.to(hidden_states.dtype))
+            mine, target = (output, seen.output) if settings.at == "output" else (heads, seen.heads)
+            assert target is not None
+            if settings.loss == "normalized":
+                loss = normalized_error(mine, target)
+            else:
+                loss = F.mse_loss(mine.float(), target.float())
+            if settings.weights:
+                theirs = teacher_matrix(mixer, seen.hidden_states, rope)
+                logs = mixing_matrix(mixer, hidden_states, rope).clamp_min(_LEAST_WEIGHT).log()
+                loss = loss - settings.weights * (theirs * logs).sum(-1).mean()
+        return loss, output
+
+    @contextmanager
+    def _dropped(self, mixer: Mixer) -> Iterator[None]:
+        """Context: with the chance of `window_dropout`, the mixer's window is the token itself."""
+        with ExitStack() as stack:
+            options: Any = mixer.options
+            if mixer.separable and options.window > 1 and float(torch.rand(())) < self.settings.window_dropout:
+                mixer.options = options.model_copy(update={"window": 1})
+                stack.callback(setattr, mixer, "options", options)
+            yield

@@ -36,21 +36,26 @@ def convert(
     ffn: Annotated[str | None, typer.Option(help="channel mixer that replaces the MLPs, such as cdmoe")] = None,
     ffn_option: Annotated[list[str] | None, typer.Option(help="an option of the channel mixer, NAME=VALUE")] = None,
     keep_softmax: Annotated[str | None, typer.Option(help="layers that keep their attention: 0,3 or 25%")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="a recipe, .yaml or .py; flags given here win over it")] = None,
+    recipe: Annotated[
+        str, typer.Option(help="a built-in recipe (linearize recipes ls), a .py or a .yaml file; flags win over it")
+    ] = "default",
+    control: Annotated[
+        bool | None, typer.Option("--control/--no-control", help="whether to train the window alone to compare with")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Hub revision of the teacher")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and write nothing")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="continue a run that was stopped")] = False,
     force: Annotated[bool, typer.Option("--force", help="replace what is in the output")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Convert TEACHER: plan, surgery, attention transfer, LoRA, merge, export, parity gate."""
+    """Convert TEACHER: plan, surgery, the recipe's training stages, merge, export, parity gate."""
     from pydantic import ValidationError
 
     from linearize.recipes import pipeline, schema
     from linearize.recipes.defaults import with_tokens
     from linearize.recipes.inspection import describe_recipe
 
-    loaded = schema.load_recipe(recipe) if recipe is not None else schema.Recipe()
+    loaded = schema.load_recipe(recipe)
     options = dict(loaded.options)
     options |= parse_options(option or [])
     if window is not None:
@@ -58,7 +63,7 @@ def convert(
     ffn_options = {**loaded.ffn_options, **parse_options(ffn_option or [])}
     given = {
         "teacher": teacher, "to": to, "data": data, "context": context, "seed": seed, "device": device, "dtype": dtype,
-        "keep_softmax": keep_softmax, "revision": revision, "ffn": ffn,
+        "keep_softmax": keep_softmax, "revision": revision, "ffn": ffn, "control": control,
     }  # fmt: skip
     changes = {key: value for key, value in given.items() if value is not None}
     try:

@@ -10,26 +10,38 @@ import torch
 
 from linearize.convert import as_teacher, build_student
 from linearize.convert.calibration import routed, teacher_route
-from linearize.distill.adapters import attach_adapters, merge_adapters, trainable_groups
+from linearize.convert.surgery import new_parameters
+from linearize.distill.adapters import merge_adapters
 from linearize.distill.data import TokenBlocks
 from linearize.distill.evaluate.language import score_language
-from linearize.distill.stages.lora import LoraObjective, teacher_logits
-from linearize.distill.stages.transfer import TransferObjective
-from linearize.distill.trainer import LoopConfig, NonFiniteLoss, rate_factor, train
+from linearize.distill.reference import teacher_logits
+from linearize.distill.schedules import RateSchedule
+from linearize.distill.stages import Lora, Stage, Transfer, Workbench
+from linearize.distill.trainer import LoopConfig, NonFiniteLoss, train
 from tests.families import random_teacher
 
 DATA = TokenBlocks(torch.randint(2, 64, (64 * 32,), generator=torch.Generator().manual_seed(0)), 32)
 
 
-def _student(family: str = "qwen2", **options: object) -> torch.nn.Module:
-    return build_student(random_teacher(family), "rodimus", calibration=DATA.blocks[:4], **{"window": 8, **options})
+def _bench(state: Path, family: str = "qwen2", **options: object) -> Workbench:
+    teacher = random_teacher(family)
+    student = build_student(teacher, "rodimus", calibration=DATA.blocks[:4], **{"window": 8, **options})
+    return Workbench(student, teacher, frozenset(new_parameters(student)), DATA, 1, 1, 0, state)
+
+
+def _student(**options: object) -> torch.nn.Module:
+    return _bench(Path(), **options).student
+
+
+def _only_round(stage: Stage, bench: Workbench) -> tuple[torch.nn.Module, list[dict]]:
+    (part,) = stage.prepare(bench)
+    return part.objective, part.groups
 
 
 def test_transfer_equals_its_formula_and_learns(tmp_path: Path) -> None:
-    student = _student()
-    groups = trainable_groups(student, 1e-2, None)
-    ids = DATA.blocks[:2]
-    objective = TransferObjective(student)
+    bench = _bench(tmp_path)
+    student, ids = bench.student, DATA.blocks[:2]
+    objective, groups = _only_round(Transfer(learning_rates={"new": 1e-2}), bench)
     loss = objective(ids)
     wanted = []
 
@@ -50,16 +62,17 @@ def test_transfer_equals_its_formula_and_learns(tmp_path: Path) -> None:
 
 
 def test_lora_moves_the_student_towards_an_unmoved_teacher(tmp_path: Path) -> None:
-    student = _student(window=0)
+    bench = _bench(tmp_path, window=0)
+    student = bench.student
     before = teacher_logits(student, DATA.blocks[:2])
-    attach_adapters(student, 4, 8)
-    groups = trainable_groups(student, 1e-2, 1e-2)
+    stage = Lora(rank=4, alpha=8, learning_rates={"new": 1e-2, "adapters": 1e-2}, ce_weight=0)
+    objective, groups = _only_round(stage, bench)
     trained = {n for g in groups for n in g["params"]}
     assert all("lora_" in n or ".gates." in n or ".branch." in n or ".maps." in n or ".conv" in n for n in trained), (
         trained
     )
     start = score_language(student, DATA)
-    train("lora", LoraObjective(student, 0.0, 1.0), groups, DATA, LoopConfig(40, 4, 0), tmp_path / "l.safetensors")
+    train("lora", objective, groups, DATA, LoopConfig(40, 4, 0), tmp_path / "l.safetensors")
     end = score_language(student, DATA)
     assert end.kl < 0.9 * start.kl and end.teacher_loss == pytest.approx(start.teacher_loss, abs=1e-6)
     assert torch.equal(teacher_logits(student, DATA.blocks[:2]), before)
@@ -135,8 +148,26 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_state(tmp_path: Path
     assert (tmp_path / "s.safetensors").exists() and (tmp_path / "s.bad_batch.safetensors").exists()
 
 
-def test_the_rate_rises_then_falls() -> None:
-    config = LoopConfig(100, 1, 0, warmup=0.1, final_rate=0.1)
-    rates = [rate_factor(step, config) for step in range(100)]
-    assert rates[9] == max(rates) == 1 and rates[0] == pytest.approx(0.1) and 0.1 <= rates[-1] < 0.11
+def _rates(kind: str, losses: list[float], **settings: float) -> list[float]:
+    schedule = RateSchedule(kind, len(losses), **{"warmup": 0.1, "final_rate": 0.1, **settings})
+    rates = []
+    for step, loss in enumerate(losses):
+        rates.append(schedule.factor(step))
+        schedule.observe(loss)
+    return rates
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+def test_the_rate_rises_then_falls(kind: str) -> None:
+    rates = _rates(kind, [1.0] * 100)
+    assert rates[9] == max(rates) == 1 and rates[0] == pytest.approx(0.1) and 0.1 <= rates[-1] < 0.16
     assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
+    if kind == "wsd":
+        assert rates[81] == 1 and rates[91] == pytest.approx(0.1 + 0.9 * 0.5, abs=0.03)
+
+
+def test_plateau_halves_the_rate_when_the_loss_stands_still() -> None:
+    falling = _rates("plateau", [1 / (step + 1) for step in range(100)])
+    assert falling[10:] == [1.0] * 90
+    still = _rates("plateau", [1.0] * 100)
+    assert still[10:20] == [1.0] * 10 and still[20] == 0.5 and still[25] == 0.25 and min(still) == 0.1
