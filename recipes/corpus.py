@@ -11,8 +11,11 @@ from linearize.distill.data import Corpus, TokenBlocks, read_corpus, tokenize
 from linearize.recipes.python_corpus import documents, renamed
 
 
-def open_corpus(data: str | None, seed: int = 0) -> Corpus:
+def open_corpus(data: str | None, seed: int = 0, passages: int | None = None) -> Corpus:
     """The corpus at `data`, or for None the standard library of this Python with half of its names changed.
+
+    Args:
+        passages: how many of the standard library's training passages are enough; None for all.
 
     Raises:
         ConversionError: there is no such text.
@@ -20,7 +23,7 @@ def open_corpus(data: str | None, seed: int = 0) -> Corpus:
     if data is not None:
         return read_corpus(data)
     source = f"the standard library of Python {platform.python_version()}"
-    return Corpus(source, renamed(documents("train", seed=seed), seed), documents("heldout"))
+    return Corpus(source, renamed(documents("train", seed=seed)[:passages], seed), documents("heldout"))
 
 
 def training_sample(

@@ -20,6 +20,7 @@ from linearize.convert.size import cache_bytes
 from linearize.convert.surgery import build_student, new_parameters, student_mixers
 from linearize.recipes.defaults import stages_of
 from linearize.recipes.schema import Recipe
+from linearize.recipes.surgery_report import measure_surgery
 from linearize.recipes.teachers import resolve_teacher
 
 
@@ -29,6 +30,7 @@ class Inspection:
 
     Attributes:
         tensors: name -> (shape, "copied" | "adapted by LoRA" | "created and trained").
+        surgery: a `SurgeryError` as JSON; None when it was not measured.
     """
 
     teacher: str
@@ -39,6 +41,7 @@ class Inspection:
     parameters: dict[str, int]
     state_bytes: dict[str, int]
     kv_bytes: dict[str, int]
+    surgery: dict[str, Any] | None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,7 +59,18 @@ class Inspection:
             f"bytes per sequence at {int(c):,} tokens: {self.state_bytes[c]:,} against {self.kv_bytes[c]:,} of KV cache"
             for c in self.state_bytes
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._surgery_lines()])
+
+    def _surgery_lines(self) -> list[str]:
+        if self.surgery is None:
+            return []
+        s = self.surgery
+        return [
+            f"right after surgery, on {s['tokens']:,} held-out tokens, untrained",
+            *(f"  layer {i:3d}  attention output off by {error:8.2%}" for i, error in s["layers"].items()),
+            f"  logits     off by {s['logits']:.2%}; KL {s['kl']:.4f} nats per token; "
+            f"perplexity {s['perplexity_ratio']:.3f} x the teacher's",
+        ]
 
 
 def inspect_teacher(
@@ -66,8 +80,14 @@ def inspect_teacher(
     options: dict[str, Any] | None = None,
     ffn: str | None = None,
     ffn_options: dict[str, Any] | None = None,
+    errors: bool = False,
+    data: str | None = None,
 ) -> Inspection:
-    """Look at a teacher's configuration (no weights are read) and plan its conversion."""
+    """Look at a teacher's configuration and plan its conversion.
+
+    Args:
+        errors: whether to read the weights too, and measure on `data` how far the student starts from its teacher.
+    """
     teacher = resolve_teacher(name)
     config = check_source(teacher.folder)
     plan = make_plan(config.num_hidden_layers, to, keep_softmax, ffn=ffn, ffn_options=ffn_options, **(options or {}))
@@ -95,6 +115,7 @@ def inspect_teacher(
         parameters=counts,
         state_bytes={c: state for c, (state, _) in sizes.items()},
         kv_bytes={c: kv for c, (_, kv) in sizes.items()},
+        surgery=measure_surgery(teacher, plan, data).to_json() if errors else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,11 +21,19 @@ def inspect(
     ] = None,
     ffn: Annotated[str | None, typer.Option(help="channel mixer that replaces the MLPs, such as cdmoe")] = None,
     ffn_option: Annotated[list[str] | None, typer.Option(help="an option of the channel mixer, NAME=VALUE")] = None,
+    errors: Annotated[
+        bool | None,
+        typer.Option(help="measure how far the student starts from its teacher; default when TEACHER is local"),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="text to measure on; default Python's standard library")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show which tensors go where and what would train."""
     from linearize.recipes.inspection import inspect_teacher
+    from linearize.recipes.teachers import BUNDLED
 
     options, ffn_options = parse_options(option or []), parse_options(ffn_option or [])
-    report = inspect_teacher(teacher, to, keep_softmax, options, ffn, ffn_options)
+    if errors is None:
+        errors = teacher in BUNDLED or Path(teacher).expanduser().is_dir()
+    report = inspect_teacher(teacher, to, keep_softmax, options, ffn, ffn_options, errors, data)
     print(json.dumps(report.to_json()) if as_json else report.to_text())
