@@ -31,7 +31,7 @@ class SoftmaxAttention(Mixer):
     ) -> tuple[torch.Tensor, None]:
         q, k, v = self.project(hidden_states)
         q, k = self.rotate(q, k, position_embeddings)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in self.adapt(hidden_states, q, k, v))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         k, v = (self.expand(x.transpose(1, 2)).transpose(1, 2) for x in (k, v))
@@ -50,6 +50,12 @@ class SoftmaxAttention(Mixer):
             **kwargs,
         )
         return self.output(heads), None
+
+    def adapt(
+        self, hidden_states: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What attention and its cache use instead of q `[B, T, H, K]`, k and v `[B, T, H_kv, K]`; here they themselves."""
+        return q, k, v
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:
         return kv_bytes(self.spec, context, dtype.itemsize)

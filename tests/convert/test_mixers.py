@@ -25,6 +25,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mamba2": [{"rope": True, "conv": 0, "D": False}],
     "liger": [{"mix": "learned"}],
     "gla": [{"rope": True}],
+    "inner-function": [{"mask": False}],
     "rat": [{"chunk": 4}, {"chunk": 2, "window": 0, "rope": "chunk"}, {"chunk": 4, "start": "zero", "rank": 0}],
     "head-hybrid": [
         {"softmax_heads": [1], "mixer": "gla", "options": {"window": 6}},

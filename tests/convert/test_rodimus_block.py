@@ -75,7 +75,7 @@ def test_a_released_block_computes_what_it_did() -> None:
 
 def test_what_is_no_released_block_is_refused() -> None:
     mixer, tensors = block(window=0, rows=ROWS), released()
-    with pytest.raises(ConversionError, match="out_proj.weight is missing"):
+    with pytest.raises(ConversionError, match=r"out_proj\.weight is missing"):
         mixer.load_released({name: t for name, t in tensors.items() if name != "out_proj.weight"})
     with pytest.raises(ConversionError, match="give the released model's rows"):
         block(window=0, rows=8).load_released(tensors)
