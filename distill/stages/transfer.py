@@ -54,6 +54,39 @@ class Transfer(AdapterStage):
                 check_linear(mixer)
         return TransferObjective(bench.student, bench.reference(), self)
 
+    def layer_error(self, mixer: Mixer, hidden_states: torch.Tensor, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer's loss (a scalar) and the mixer's output `[B, T, D]`; differentiable in the mixer's tensors.
+
+        Args:
+            hidden_states: `[B, T, D]` that the mixer reads.
+            seen: what the teacher's attention saw and made in this layer.
+        """
+        rope = seen.rope
+        with torch.enable_grad(), self._dropped(mixer):
+            heads, _ = mixer.mix(hidden_states, rope, None, None)
+            output = mixer.output(heads.to(hidden_states.dtype))
+            mine, target = (output, seen.output) if self.at == "output" else (heads, seen.heads)
+            assert target is not None
+            if self.loss == "normalized":
+                loss = normalized_error(mine, target)
+            else:
+                loss = F.mse_loss(mine.float(), target.float())
+            if self.weights:
+                theirs = teacher_matrix(mixer, seen.hidden_states, rope)
+                logs = mixing_matrix(mixer, hidden_states, rope).clamp_min(_LEAST_WEIGHT).log()
+                loss = loss - self.weights * (theirs * logs).sum(-1).mean()
+        return loss, output
+
+    @contextmanager
+    def _dropped(self, mixer: Mixer) -> Iterator[None]:
+        """Context: with the chance of `window_dropout`, the mixer's window is the token itself."""
+        with ExitStack() as stack:
+            options: Any = mixer.options
+            if mixer.separable and options.window > 1 and float(torch.rand(())) < self.window_dropout:
+                mixer.options = options.model_copy(update={"window": 1})
+                stack.callback(setattr, mixer, "options", options)
+            yield
+
 
 class TransferObjective(nn.Module):
     """Mean over layers of the error of the mixers' outputs; by default `‖mine - teacher's‖² / ‖teacher's‖²`."""
@@ -74,44 +107,18 @@ class TransferObjective(nn.Module):
         losses: list[torch.Tensor] = []
 
         def own(mixer: Mixer, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-            loss, output = self.layer_error(mixer, hidden_states, seen[mixer.layer_idx])
+            loss, output = self.settings.layer_error(mixer, hidden_states, seen[mixer.layer_idx])
             losses.append(loss)
             return output.detach(), None
 
         if self.settings.teacher_forced:
             for mixer in mixers:
-                losses.append(self.layer_error(mixer, seen[mixer.layer_idx].hidden_states, seen[mixer.layer_idx])[0])
+                losses.append(
+                    self.settings.layer_error(mixer, seen[mixer.layer_idx].hidden_states, seen[mixer.layer_idx])[0]
+                )
         else:
             with torch.no_grad(), routed(mixers, own):
                 last_hidden(self.student, input_ids)
         stacked = torch.stack(losses)
         self.layer_errors = stacked.detach().tolist()
         return self.settings.scale * stacked.mean()
-
-    def layer_error(self, mixer: Mixer, hidden_states: torch.Tensor, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's loss and the mixer's output `[B, T, D]`."""
-        settings, rope = self.settings, seen.rope
-        with torch.enable_grad(), self._dropped(mixer):
-            heads, _ = mixer.mix(hidden_states, rope, None, None)
-            output = mixer.output(heads.to(hidden_states.dtype))
-            mine, target = (output, seen.output) if settings.at == "output" else (heads, seen.heads)
-            assert target is not None
-            if settings.loss == "normalized":
-                loss = normalized_error(mine, target)
-            else:
-                loss = F.mse_loss(mine.float(), target.float())
-            if settings.weights:
-                theirs = teacher_matrix(mixer, seen.hidden_states, rope)
-                logs = mixing_matrix(mixer, hidden_states, rope).clamp_min(_LEAST_WEIGHT).log()
-                loss = loss - settings.weights * (theirs * logs).sum(-1).mean()
-        return loss, output
-
-    @contextmanager
-    def _dropped(self, mixer: Mixer) -> Iterator[None]:
-        """Context: with the chance of `window_dropout`, the mixer's window is the token itself."""
-        with ExitStack() as stack:
-            options: Any = mixer.options
-            if mixer.separable and options.window > 1 and float(torch.rand(())) < self.settings.window_dropout:
-                mixer.options = options.model_copy(update={"window": 1})
-                stack.callback(setattr, mixer, "options", options)
-            yield
