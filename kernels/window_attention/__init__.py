@@ -7,10 +7,12 @@ from torch import Tensor
 
 from linearize.kernels.checks import check_cu_seqlens, check_float, check_same_device, check_tensor
 from linearize.kernels.dispatch import resolve_backend
+from linearize.kernels.window_attention.arguments import check_band, check_heads, no_kernel_for
 from linearize.kernels.window_attention.chunked import window_attention_chunked
+from linearize.kernels.window_attention.decode import window_attention_step, window_cache
 from linearize.kernels.window_attention.reference import window_attention_reference
 
-__all__ = ["window_attention"]
+__all__ = ["window_attention", "window_attention_step", "window_cache"]
 
 _NAME = "window_attention"
 
@@ -48,7 +50,8 @@ def window_attention(
         cu_seqlens: [N + 1] int32 or int64, cumulative lengths [0, n1, n1+n2, ..., T] of N sequences packed
             along time; then B must be 1, S = T and there is no `key_mask`. Default: None.
         return_lse: whether to return the log-sum-exp as well. Default: False.
-        backend: "auto" and "chunked" (blocks of queries), or "reference" (one dense masked softmax).
+        backend: "auto" (Triton on CUDA, else blocks of queries in plain torch), "triton", "chunked" or
+            "reference" (one dense masked softmax).
 
     Returns:
         o: [B, T, H, V] in v's dtype.
@@ -67,40 +70,29 @@ def window_attention(
     check_tensor(_NAME, "q", q, ("B", "T", "H", "K"), dims)
     check_tensor(_NAME, "k", k, ("B", "S", "Hk", "K"), dims)
     check_tensor(_NAME, "v", v, ("B", "S", "Hv", "V"), dims)
-    for name in ("Hk", "Hv"):
-        if dims[name] < 1 or dims["H"] % dims[name]:
-            raise ValueError(
-                f"{_NAME}: {name[1]} has {dims[name]} heads and q {dims['H']}; q's must be a multiple of "
-                f"{name[1]}'s"
-            )
+    check_heads(_NAME, dims)
     if dims["S"] < dims["T"]:
         raise ValueError(
-            f"{_NAME}: k has S={dims['S']} positions, fewer than q's T={dims['T']}; the queries are the last "
-            "T keys"
+            f"{_NAME}: k has S={dims['S']} positions, fewer than q's T={dims['T']}; the queries are the last T keys"
         )
-    for name, value, least in (("window", window, 1), ("sinks", sinks, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{_NAME}: {name} is {value!r}; it must be an integer >= {least}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{_NAME}: softcap is {softcap}; it must be positive, or None for no cap")
+    check_band(_NAME, window, sinks, softcap)
     if key_mask is not None:
         check_tensor(_NAME, "key_mask", key_mask, ("B", "S"), dims)
         if key_mask.dtype != torch.bool:
-            raise TypeError(
-                f"{_NAME}: key_mask has dtype {key_mask.dtype}; convert it to bool, True = real key"
-            )
+            raise TypeError(f"{_NAME}: key_mask has dtype {key_mask.dtype}; convert it to bool, True = real key")
     if cu_seqlens is not None:
         check_cu_seqlens(_NAME, cu_seqlens, dims["B"], dims["T"])
         if key_mask is not None or dims["S"] != dims["T"]:
-            raise ValueError(
-                f"{_NAME}: cu_seqlens takes neither a key_mask nor earlier keys (S must equal T)"
-            )
+            raise ValueError(f"{_NAME}: cu_seqlens takes neither a key_mask nor earlier keys (S must equal T)")
     check_float(_NAME, {"q": q, "k": k, "v": v})
     check_same_device(_NAME, {"q": q, "k": k, "v": v, "key_mask": key_mask})
-    chosen = resolve_backend(
-        backend, q.device, operation=_NAME, unsupported="window_attention has no Triton kernel"
-    )
-    run = window_attention_reference if chosen == "reference" else window_attention_chunked
+    chosen = resolve_backend(backend, q.device, operation=_NAME, unsupported=no_kernel_for(q, k, v))
+    if chosen == "triton" and q.numel() > 0 and v.numel() > 0:
+        from linearize.kernels.window_attention.triton_op import window_attention_triton as run
+    elif chosen == "reference":
+        run = window_attention_reference
+    else:
+        run = window_attention_chunked
     o, lse = run(
         q,
         k,
