@@ -64,9 +64,9 @@ def _join(
 ):
     """o [B,T,H,K] and the whole log-sum-exp [B,H,T]."""
     tiles = tl.cdiv(T, ROWS)
-    t = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    b = (tl.program_id(0) // tiles // H).to(tl.int64)
-    h = tl.program_id(0) // tiles % H
+    h = tl.program_id(0) % H
+    t = (tl.program_id(0) // H % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    b = (tl.program_id(0) // H // tiles).to(tl.int64)
     i = tl.arange(0, K_BLOCK)
     others = (T - 1) // C
     n = t // C - 1

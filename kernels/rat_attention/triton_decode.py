@@ -18,6 +18,7 @@ from torch import Tensor
 
 from linearize.kernels.dispatch import on_device
 from linearize.kernels.rat_attention import launch as table
+from linearize.kernels.rat_attention.triton_own import partners
 
 _LOG2E = 1.4426950408889634
 
@@ -74,7 +75,7 @@ def _step(
     i = tl.arange(0, K_BLOCK)
     ok = i < K
     half: tl.constexpr = WIDTH // 2
-    partner = tl.where(i < half, i + half, i - half)
+    partner = partners(i, half)
     paired = i < WIDTH
     sign = tl.where(i < half, -1.0, 1.0)
     position = tl.load(position_ptr + b)

@@ -24,6 +24,15 @@ from linearize.kernels.rat_attention.launch import TABLE
 
 
 @triton.jit
+def partners(i, half: tl.constexpr):
+    """The other channel of each pair."""
+    partner = tl.where(i < half, i + half, i - half)
+    if half > 0 and half % 8 == 0:  # runs of eight stay runs: without the hint they are read one by one
+        partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
+    return partner
+
+
+@triton.jit
 def rotation(cos_ptr, sin_ptr, chunk, ok, i, partner, low, WIDTH: tl.constexpr):
     """Of a row per chunk: cos and signed sin for turning x, the same for turning back, and RᵀR's α and β."""
     turned = ok[:, None] & (i < WIDTH)[None, :]
@@ -89,15 +98,14 @@ def _own(
     START: row b has seen position[b] tokens and goes on from its running pair [B,G,K]; END: store the last pair.
     """
     tiles = tl.cdiv(segments, ROWS)
-    segment = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
-    bg = tl.program_id(0) // tiles
-    b = (bg // G).to(tl.int64)
-    g_head = bg % G
+    g_head = tl.program_id(0) % G  # heads side by side: what they share, and rows of memory, are read together
+    segment = (tl.program_id(0) // G % tiles) * ROWS + tl.arange(0, ROWS)
+    b = (tl.program_id(0) // G // tiles).to(tl.int64)
     i = tl.arange(0, K_BLOCK)
     i_ok = i < K
     half: tl.constexpr = WIDTH // 2
     low = i < half
-    partner = tl.where(low, i + half, i - half)
+    partner = partners(i, half)
     paired = i < WIDTH
     lead = 0
     chunk = segment
@@ -108,7 +116,7 @@ def _own(
         lead = (position % C).to(tl.int32)
         chunk = segment + (position // C).to(tl.int32)
         going = ((segment == 0) & (segment + lead > 0))[:, None] & i_ok[None, :]
-        at = bg.to(tl.int64) * K + i[None, :] + segment[:, None] * 0
+        at = (b * G + g_head) * K + i[None, :] + segment[:, None] * 0
         state_k = tl.load(start_k_ptr + at, mask=going, other=0.0)
         state_v = tl.load(start_v_ptr + at, mask=going, other=0.0)
     if WIDTH > 0:
@@ -150,7 +158,7 @@ def _own(
             tl.store(logit_ptr + (b * H + h) * T + t, logit, mask=real)
     if END:  # the tile row that holds the last token; later rows have none
         last = (segment == (T - 1 + lead) // C)[:, None] & i_ok[None, :]
-        at = bg.to(tl.int64) * K + i[None, :] + segment[:, None] * 0
+        at = (b * G + g_head) * K + i[None, :] + segment[:, None] * 0
         tl.store(end_k_ptr + at, state_k, mask=last)
         tl.store(end_v_ptr + at, state_v, mask=last)
 

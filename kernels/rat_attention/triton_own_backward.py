@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linearize.kernels.rat_attention.triton_own import Heads, rotation, tile
+from linearize.kernels.rat_attention.triton_own import Heads, partners, rotation, tile
 
 
 @triton.jit(do_not_specialize=["T", "segments", "seen"])
@@ -81,15 +81,14 @@ def _own_back(
     it gives the summaries' pairs, turned back already, [B,S−1,G,K] float32; EXTRA: what the running pairs get besides.
     """
     tiles = tl.cdiv(segments, ROWS)
-    segment = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
-    bg = tl.program_id(0) // tiles
-    b = (bg // G).to(tl.int64)
-    g_head = bg % G
+    g_head = tl.program_id(0) % G
+    segment = (tl.program_id(0) // G % tiles) * ROWS + tl.arange(0, ROWS)
+    b = (tl.program_id(0) // G // tiles).to(tl.int64)
     i = tl.arange(0, K_BLOCK)
     i_ok = i < K
     half: tl.constexpr = WIDTH // 2
     low = i < half
-    partner = tl.where(low, i + half, i - half)
+    partner = partners(i, half)
     paired = (i < WIDTH)[None, :]
     if WIDTH > 0:
         cos, _, back, alpha, beta = rotation(cos_ptr, sin_ptr, segment, segment < segments, i, partner, low, WIDTH)

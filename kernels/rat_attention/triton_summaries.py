@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from linearize.kernels.rat_attention.launch import TABLE
+from linearize.kernels.rat_attention.triton_own import partners
 
 
 @triton.jit(do_not_specialize=["first", "count", "T"])
@@ -44,12 +45,12 @@ def _gather(
     START: only chunks that tokens position[b] … position[b] + T − 1 finish, x holding those tokens.
     """
     tiles = tl.cdiv(count, ROWS)
-    n = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
-    b = (tl.program_id(0) // tiles // G).to(tl.int64)
-    g = tl.program_id(0) // tiles % G
+    g = tl.program_id(0) % G
+    n = (tl.program_id(0) // G % tiles) * ROWS + tl.arange(0, ROWS)
+    b = (tl.program_id(0) // G // tiles).to(tl.int64)
     i = tl.arange(0, K_BLOCK)
     half: tl.constexpr = WIDTH // 2
-    partner = tl.where(i < half, i + half, i - half)
+    partner = partners(i, half)
     ok_n = n < count
     t = n.to(tl.int64) * C + (C - 1)
     chunk = n.to(tl.int64)
@@ -94,12 +95,12 @@ def _gather_back(
 ):
     """dx [B,count,G,K] float32: the sum over copies of dy, turned back."""
     tiles = tl.cdiv(count, ROWS)
-    n = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)
-    b = (tl.program_id(0) // tiles // G).to(tl.int64)
-    g = tl.program_id(0) // tiles % G
+    g = tl.program_id(0) % G
+    n = (tl.program_id(0) // G % tiles) * ROWS + tl.arange(0, ROWS)
+    b = (tl.program_id(0) // G // tiles).to(tl.int64)
     i = tl.arange(0, K_BLOCK)
     half: tl.constexpr = WIDTH // 2
-    partner = tl.where(i < half, i + half, i - half)
+    partner = partners(i, half)
     ok = (n < count)[:, None] & (i < K)[None, :]
     turned = ok & (i < WIDTH)[None, :]
     dy_base = dy_ptr + b * dy_b + n.to(tl.int64)[:, None] * dy_n
