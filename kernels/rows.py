@@ -1,0 +1,33 @@
+"""How kernels that work on a tensor's rows share them out among programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ELEMENTS = 2048
+"""Elements of a tile: sixteen per thread of four warps."""
+
+_PROGRAMS = 1056
+"""Programs in flight: eight for each of the 132 multiprocessors of an H100 or H200."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`programs` take tiles of `rows` rows in turn, `count` tiles each, the last ones beyond the end.
+
+    The number of programs depends on the shape alone, so that sums over their partial sums are the same everywhere.
+    """
+
+    rows: int
+    programs: int
+    count: int
+    warps: int
+
+
+def tiles(rows: int, width: int, columns: int) -> Tiles:
+    """Tiles of `rows` rows that are `width` (a power of two) wide, for each of `columns` heads or column blocks."""
+    tall = max(1, min(_ELEMENTS // width, 64))
+    total = -(-rows // tall)
+    programs = max(1, min(total, _PROGRAMS // columns))
+    warps = 4 if width <= _ELEMENTS else min(32, 4 * width // _ELEMENTS)
+    return Tiles(tall, programs, -(-total // programs), warps)
