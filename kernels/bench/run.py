@@ -45,12 +45,27 @@ def _decode(machine: Machine, repeats: int) -> list[Row]:
     return step_rows(machine) + delta_step_rows(machine) + decode_rows(machine)
 
 
+def _loss(machine: Machine, repeats: int) -> list[Row]:
+    from linearize.kernels.linear_loss.bench import rows
+
+    return rows(machine, repeats=min(repeats, 10))
+
+
+def _gates(machine: Machine, repeats: int) -> list[Row]:
+    from linearize.kernels.gate_prep.bench import rows as gate_rows
+    from linearize.kernels.norm_gate.bench import rows as norm_rows
+
+    return gate_rows(machine, repeats) + norm_rows(machine, repeats)
+
+
 FAMILIES: dict[str, Callable[[Machine, int], list[Row]]] = {
     "linear": _linear,
     "delta": _delta,
     "scan": _scan,
     "rat": _rat,
     "decode": _decode,
+    "loss": _loss,
+    "gates": _gates,
 }
 
 
