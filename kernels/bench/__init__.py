@@ -10,7 +10,7 @@ rate, whichever is longer.
 from __future__ import annotations
 
 from linearize.kernels.bench.linear import SHAPES, STEP_SHAPES, draw, linear_attention_rows, step_rows
-from linearize.kernels.bench.run import FAMILIES, kernel_rows, store
+from linearize.kernels.bench.run import FAMILIES, NeedsGpuError, kernel_rows, store
 from linearize.kernels.bench.table import Row, table
 from linearize.kernels.bench.timing import (
     DEVICE,
@@ -27,6 +27,7 @@ __all__ = [
     "SHAPES",
     "STEP_SHAPES",
     "Machine",
+    "NeedsGpuError",
     "Row",
     "draw",
     "forward_and_both",

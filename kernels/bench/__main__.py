@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from linearize.kernels.bench import FAMILIES, kernel_rows, store, table
+from linearize.kernels.bench import FAMILIES, NeedsGpuError, kernel_rows, store, table
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         rows = kernel_rows(arguments.family, arguments.repeats)
-    except (RuntimeError, ValueError) as error:
+    except (NeedsGpuError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     print(table(rows))

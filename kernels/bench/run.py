@@ -69,17 +69,21 @@ FAMILIES: dict[str, Callable[[Machine, int], list[Row]]] = {
 }
 
 
+class NeedsGpuError(RuntimeError):
+    """There is no CUDA GPU to measure."""
+
+
 def kernel_rows(families: Sequence[str] = (), repeats: int = 20) -> list[Row]:
     """The benchmarks of the families named, or of all; a first row describes the machine.
 
     Raises:
         ValueError: a family is not one of `FAMILIES`.
-        RuntimeError: there is no CUDA device.
+        NeedsGpuError: there is no CUDA GPU.
     """
     if unknown := [name for name in families if name not in FAMILIES]:
         raise ValueError(f"there is no kernel family {unknown[0]!r} to measure; choose from {', '.join(FAMILIES)}")
     if not torch.cuda.is_available():
-        raise RuntimeError("kernel benchmarks need a CUDA GPU, and torch sees none")
+        raise NeedsGpuError("kernel benchmarks need a CUDA GPU, and torch sees none")
     machine = measure_machine()
     note = f"copy {machine.bandwidth / 1e9:.0f} GB/s, bf16 matmul {machine.matrix_rate / 1e12:.0f} TF/s"
     rows = [Row("machine", machine.name, f"torch {torch.__version__}", note=note)]

@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linearize.kernels.gated_scan.launch import TABLE
+
 MAX_DIRECT = 64  # chunks up to this length are one segment
-TILE = 1024  # elements of state per program
 
 
 @triton.jit(do_not_specialize=["T", "lead", "segments"])
@@ -59,10 +60,10 @@ def _forward(
     from its own [B,H,N,D]. END: store the last one's state [B,H,D]. SUMMARY: store no y but the state
     [B,H,N,D] that each segment ends with and the product of its gates."""
     tiles = tl.cdiv(segments, ROWS)
-    segment = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    bh = tl.program_id(0) // tiles
-    b = (bh // H).to(tl.int64)
-    h = bh % H
+    h = tl.program_id(0) % H  # heads side by side: what they share, and rows of memory, are read together
+    segment = tl.program_id(0) // H % tiles * ROWS + tl.arange(0, ROWS)
+    b = (tl.program_id(0) // H // tiles).to(tl.int64)
+    bh = b * H + h
     d = tl.program_id(1) * D_BLOCK + tl.arange(0, D_BLOCK)
     d_ok = d < D
     here = (segment < segments)[:, None] & d_ok[None, :]
@@ -141,10 +142,10 @@ def _backward(
     resets.
     """
     tiles = tl.cdiv(segments, ROWS)
-    segment = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    bh = tl.program_id(0) // tiles
-    b = (bh // H).to(tl.int64)
-    h = bh % H
+    h = tl.program_id(0) % H  # heads side by side: what they share, and rows of memory, are read together
+    segment = tl.program_id(0) // H % tiles * ROWS + tl.arange(0, ROWS)
+    b = (tl.program_id(0) // H // tiles).to(tl.int64)
+    bh = b * H + h
     d = tl.program_id(1) * D_BLOCK + tl.arange(0, D_BLOCK)
     d_ok = d < D
     here = (segment < segments)[:, None] & d_ok[None, :]
@@ -235,6 +236,7 @@ class _Plan:
     per_chunk: int
     rows: int
     d_block: int
+    warps: int
 
     @property
     def alone(self) -> bool:
@@ -245,14 +247,15 @@ class _Plan:
         return (-(-self.segments // self.rows) * BH, -(-D // self.d_block))
 
 
-def plan(T: int, D: int, chunk: int, lead: int) -> _Plan:
+def plan(kernel: str, T: int, D: int, chunk: int, lead: int) -> _Plan:
     steps = min(512, max(32, 1 << ((T - 1).bit_length() + 1) // 2))
     if chunk > 0:
         steps = chunk if chunk <= MAX_DIRECT else min(chunk, steps)
     segments = -(-(T + lead) // steps)
     d_block = min(128, triton.next_power_of_2(D))
-    rows = max(1, min(TILE // d_block, triton.next_power_of_2(segments)))
-    return _Plan(steps, segments, chunk // steps if chunk > 0 else 0, rows, d_block)
+    pick = TABLE[kernel]
+    rows = max(1, min(pick.elements // d_block, triton.next_power_of_2(segments)))
+    return _Plan(steps, segments, chunk // steps if chunk > 0 else 0, rows, d_block, pick.warps)
 
 
 def scan_forward(
@@ -261,7 +264,7 @@ def scan_forward(
     """y [B,T,H,D] in x's dtype and the last state [B,H,D]; x and g have unit stride in the last dimension."""
     H = max(x.shape[2], g.shape[2])
     B, T, _, D = x.shape
-    p = plan(T, D, chunk, lead)
+    p = plan("forward", T, D, chunk, lead)
     y = torch.empty(B, T, H, D, dtype=x.dtype, device=x.device)
     end = torch.empty(B, H, D, dtype=torch.float32, device=x.device) if want_end else None
     shared = (T, lead, p.segments, *x.stride()[:3], *g.stride()[:3])
@@ -273,6 +276,7 @@ def scan_forward(
         "STEPS": p.steps,
         "ROWS": p.rows,
         "D_BLOCK": p.d_block,
+        "num_warps": p.warps,
     }
     grid, states, mode = p.grid(B * H, D), start, 0 if start is None else 1
     if not p.alone:
@@ -307,7 +311,7 @@ def scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dx, dg of the inputs' shapes and dstart [B,H,D]; y contiguous, dy with unit stride in the last dimension."""
     B, T, H, D = y.shape
-    p = plan(T, D, chunk, lead)
+    p = plan("backward", T, D, chunk, lead)
     dx = torch.empty(y.shape, dtype=x.dtype, device=x.device)
     dg = torch.empty(y.shape, dtype=g.dtype, device=x.device)
     dstart = None if start is None else torch.empty_like(start)
@@ -321,6 +325,7 @@ def scan_backward(
         "STEPS": p.steps,
         "ROWS": p.rows,
         "D_BLOCK": p.d_block,
+        "num_warps": p.warps,
         "START": start is not None,
     }
     grid, carry, mode = p.grid(B * H, D), dend, 0 if dend is None else 1
