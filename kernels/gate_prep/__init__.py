@@ -104,15 +104,20 @@ def softplus_gate(
     check_float(name, tensors)
     check_same_device(name, tensors)
     chosen = resolve_backend(backend, x.device, operation=name, unsupported=_no_kernel_for(*tensors.values()))
-    A_log, bias = (
-        None if v is None else (v[:, None] if four and v.dim() == 1 else v).expand(x.shape[2:]) for v in (A_log, bias)
-    )
+    A_log = _per_channel(A_log, x)
+    bias = None if bias is None else _per_channel(bias, x)
     if chosen == "triton" and x.numel() > 0:
         from linearize.kernels.gate_prep.triton_op import softplus_gate_triton
 
         return softplus_gate_triton(x, A_log, bias)
     run = softplus_gate_reference if chosen == "reference" else softplus_gate_chunked
     return run(x, A_log, bias)
+
+
+def _per_channel(parameter: Tensor, x: Tensor) -> Tensor:
+    """A parameter of [H] or of x's inner dimensions as the latter."""
+    inner = x.shape[2:]
+    return (parameter[:, None] if parameter.dim() < len(inner) else parameter).expand(inner)
 
 
 def _no_kernel_for(*tensors: Tensor | None) -> str | None:

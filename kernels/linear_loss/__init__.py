@@ -158,7 +158,7 @@ def _loss(
     if chosen == "reference":
         sums = linear_loss_reference(student, teacher, labels, terms)
     else:
-        chunk = chunk_size or _even_chunk(*hidden.shape[:1], weight.shape[0], hidden.device.type)
+        chunk = chunk_size or _even_chunk(hidden.shape[0], weight.shape[0], hidden.device.type)
         sums = linear_loss_chunked(student, teacher, labels, terms, chunk, triton=chosen == "triton")
     loss, ce, kl, tokens = sums
     over = tokens.clamp_min(1)

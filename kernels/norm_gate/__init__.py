@@ -64,12 +64,12 @@ def norm_gate(
         unsupported = "the Triton kernels take float16, bfloat16 and float32, not float64"
     elif x.shape[-1] > MAX_WIDTH:
         unsupported = f"the Triton kernels take rows up to V={MAX_WIDTH}, not {x.shape[-1]}"
-    form = {"gate_first": order == "gate_then_norm", "swish": activation == "swish", "eps": float(eps)}
+    first, swish = order == "gate_then_norm", activation == "swish"
     if resolve_backend(backend, x.device, operation=name, unsupported=unsupported) == "triton" and x.numel() > 0:
         from linearize.kernels.norm_gate.triton_op import norm_gate_triton
 
-        return norm_gate_triton(x, weight, gate, **form)
-    return norm_gate_reference(x, weight, gate, **form)
+        return norm_gate_triton(x, weight, gate, gate_first=first, swish=swish, eps=float(eps))
+    return norm_gate_reference(x, weight, gate, gate_first=first, swish=swish, eps=float(eps))
 
 
 def _check(name: str, x: Tensor, weight: Tensor | None, gate: Tensor | None) -> None:
