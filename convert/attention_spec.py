@@ -66,6 +66,12 @@ def kv_bytes(spec: AttentionSpec, context: int, itemsize: int) -> int:
     return 2 * kept * spec.num_kv_heads * spec.head_dim * itemsize
 
 
+def mean_keys(context: int, window: int | None) -> float:
+    """Keys that a query sees, its own included: the mean over a sequence of `context` tokens; None for no window."""
+    window = context if window is None else min(context, window)
+    return window * (2 * context - window + 1) / (2 * context)
+
+
 def find_layers(model: nn.Module, config: PreTrainedConfig) -> tuple[nn.ModuleList, str]:
     """The list of decoder blocks and the name of the attention inside each.
 

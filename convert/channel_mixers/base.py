@@ -102,6 +102,11 @@ class ChannelMixer(nn.Module):
             return self.route(self, hidden_states)
         return self.mix(hidden_states)
 
+    def flops(self) -> float:
+        """FLOPs of one token's forward pass, 2 per multiply-add: every matrix once. One that reads only a part of its
+        tensors says so."""
+        return 2.0 * sum(p.numel() for p in self.parameters() if p.dim() > 1)
+
     def new_parameters(self) -> dict[str, nn.Parameter]:
         """The tensors that the teacher does not have, by name inside the channel mixer."""
         kept = {id(p) for p in self.mlp.parameters()}

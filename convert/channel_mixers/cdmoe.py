@@ -106,6 +106,12 @@ class CDMoE(ChannelMixer):
             blocks = [self.private(x, y) for x, y in inputs]
         return shared + torch.cat(blocks).view_as(shared)
 
+    def flops(self) -> float:
+        experts = self.private_experts
+        unread = 2 * (experts.down.numel() + experts.up.numel())
+        found = self.options.heads * self.options.top_k
+        return super().flops() - unread + 2 * found * 2 * self.hidden_size
+
     def private(self, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         """The experts' part `[N, D]` for the MLP's inputs and outputs `[N, D]`."""
         with torch.autocast(x.device.type, enabled=False):  # scores stay in float32

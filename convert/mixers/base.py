@@ -13,8 +13,9 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from linearize.convert.attention_spec import FUSED, AttentionSpec
+from linearize.convert.attention_spec import FUSED, AttentionSpec, mean_keys
 from linearize.convert.cache import MixerCacheLayer, State
+from linearize.convert.mixers.window import window_bytes
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, each `[B or 1, T, rotary_dim]`, as the decoder passes them to its attention."""
@@ -151,6 +152,25 @@ class Mixer(nn.Module):
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:
         """Bytes that one sequence of `context` tokens holds in the cache."""
         raise TypeError(f"{type(self).__name__} must implement state_bytes()")
+
+    def softmax_window(self) -> int | None:
+        """Keys that its softmax sees: 0 where there is none, None where it sees all."""
+        window = getattr(self.options, "window", 0) if self.recurrent else self.spec.sliding_window
+        return min(window, self.spec.sliding_window) if window and self.spec.sliding_window else window
+
+    def flops(self, context: int) -> float:
+        """FLOPs of one token's forward pass, the mean over a sequence of `context` tokens; 2 per multiply-add.
+
+        Every matrix counts once, every key that a softmax sees by its logit and its value, and every number of the
+        state by being updated and read. Elementwise work is left out. A mixer that computes otherwise says so.
+        """
+        spec, visible, memory = self.spec, self.softmax_window(), 0
+        if self.recurrent:
+            held = self.state_bytes((context + 1) // 2, torch.float32)
+            memory = (held - (window_bytes(spec, visible, torch.float32) if visible else 0)) // 4
+        keys = mean_keys(context, visible) if visible != 0 else 0.0
+        matrices = sum(p.numel() for p in self.parameters() if p.dim() > 1)
+        return 2 * matrices + 4 * spec.num_heads * spec.head_dim * keys + 4 * memory
 
     def calibrate(self, sample: Any) -> None:
         """Set new tensors in closed form from a `CalibrationSample` of the teacher; default: keep the start."""

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
-from linearize.convert.attention_spec import SEPARATE, AttentionSpec
+from linearize.convert.attention_spec import SEPARATE, AttentionSpec, mean_keys
 from linearize.convert.cache import State
 from linearize.convert.calibration import CalibrationSample
 from linearize.convert.errors import ConversionError
@@ -185,6 +185,13 @@ class HeadHybrid(Mixer):
             with self._projected(sample.hidden_states):
                 heads = take_heads(sample.heads, self.other_heads)
                 self.inner.calibrate(dataclasses.replace(sample, heads=heads))
+
+    def flops(self, context: int) -> float:
+        keys = mean_keys(context, self.spec.sliding_window)
+        softmax = 4 * len(self.softmax_heads) * self.spec.head_dim * keys
+        own = {id(p) for p in (() if self.inner is None else self.inner.parameters())}
+        projections = sum(p.numel() for p in self.parameters() if p.dim() > 1 and id(p) not in own)
+        return 2 * projections + softmax + (0.0 if self.inner is None else self.inner.flops(context))
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:
         spec = self.spec
