@@ -96,7 +96,6 @@ class TransferObjective(nn.Module):
         self.student = student
         self.__dict__["reference"] = reference  # not a submodule: nothing of it trains
         self.settings = settings
-        self.layer_errors: list[float] = []
 
     reference: Reference
 
@@ -120,5 +119,4 @@ class TransferObjective(nn.Module):
             with torch.no_grad(), routed(mixers, own):
                 last_hidden(self.student, input_ids)
         stacked = torch.stack(losses)
-        self.layer_errors = stacked.detach().tolist()
         return self.settings.scale * stacked.mean()
