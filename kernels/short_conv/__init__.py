@@ -6,7 +6,7 @@ from torch import Tensor
 
 from linearize.kernels.checks import check_cu_seqlens, check_float, check_same_device, check_tensor
 from linearize.kernels.dispatch import resolve_backend
-from linearize.kernels.short_conv.arguments import check_activation
+from linearize.kernels.short_conv.arguments import check_activation, no_kernel_for
 from linearize.kernels.short_conv.chunked import short_conv_chunked
 from linearize.kernels.short_conv.decode import short_conv_step
 from linearize.kernels.short_conv.reference import short_conv_reference
@@ -41,9 +41,10 @@ def short_conv(
             `cu_seqlens`). Default: zeros.
         output_final_state: whether to return the last W - 1 inputs. Default: False.
         cu_seqlens: [N + 1] int32 or int64, cumulative lengths [0, n1, n1+n2, ..., T] of N sequences packed
-            along time, read by the host; then B must be 1, a sequence may be empty, and none reads another's inputs.
+            along time, read by the host in plain torch; then B must be 1, a sequence may be empty, and none reads another's inputs.
             Default: None.
-        backend: "auto" and "chunked" (shifted products), or "reference" (a loop).
+        backend: "auto" (Triton on CUDA, else shifted products in plain torch), "triton", "chunked" or "reference"
+            (a loop).
 
     Returns:
         y: [B, T, D] in x's dtype.
@@ -73,7 +74,13 @@ def short_conv(
     check_float(_NAME, tensors)
     check_same_device(_NAME, {**tensors, "cu_seqlens": cu_seqlens})
     check_activation(_NAME, activation)
-    chosen = resolve_backend(backend, x.device, operation=_NAME, unsupported="short_conv has no Triton kernel")
-    run = short_conv_reference if chosen == "reference" else short_conv_chunked
+    unsupported = no_kernel_for(x, weight, bias, initial_state)
+    chosen = resolve_backend(backend, x.device, operation=_NAME, unsupported=unsupported)
+    if chosen == "triton" and x.numel() > 0:
+        from linearize.kernels.short_conv.triton_op import short_conv_triton as run
+    elif chosen == "reference":
+        run = short_conv_reference
+    else:
+        run = short_conv_chunked
     y, state = run(x, weight, bias, activation, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return y, state if output_final_state else None

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from linearize.kernels.checks import check_float, check_same_device, check_tensor
+from linearize.kernels.dispatch import resolve_backend
 from linearize.kernels.linear_attention.reference import compute_dtype
-from linearize.kernels.short_conv.arguments import check_activation
+from linearize.kernels.short_conv.arguments import check_activation, no_kernel_for
 
 _NAME = "short_conv_step"
 
@@ -19,6 +20,8 @@ def short_conv_step(
     state: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
+    *,
+    backend: str = "auto",
 ) -> Tensor:
     """One decoding step of `short_conv`; no gradients.
 
@@ -29,12 +32,14 @@ def short_conv_step(
             token.
         bias: [D] or None.
         activation: None or "silu".
+        backend: "auto" (Triton on CUDA, else plain torch), "triton", "chunked" or "reference" (one here).
 
     Returns:
         y: [B, D] in x's dtype.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, dtype, shape or device; the message names it.
+        RuntimeError: the backend asked for can't run here; the message says why.
 
     Source: Mamba (arXiv:2312.00752).
     """
@@ -48,6 +53,11 @@ def short_conv_step(
     check_float(_NAME, tensors)
     check_same_device(_NAME, tensors)
     check_activation(_NAME, activation)
+    chosen = resolve_backend(backend, x.device, operation=_NAME, unsupported=no_kernel_for(x, weight, state, bias))
+    if chosen == "triton" and x.numel() > 0:
+        from linearize.kernels.short_conv.triton_decode import step
+
+        return step(x, weight, state, bias, activation == "silu")
     dtype = compute_dtype(x, weight, state, bias)
     seen_BWD = torch.cat([state.to(dtype), x[:, None].to(dtype)], dim=1)
     z = (seen_BWD * weight.to(dtype).T).sum(1)
