@@ -9,10 +9,10 @@ from linearize.kernels.checks import check_cu_seqlens, check_float, check_same_d
 from linearize.kernels.dispatch import resolve_backend
 from linearize.kernels.window_attention.arguments import check_band, check_heads, no_kernel_for
 from linearize.kernels.window_attention.chunked import window_attention_chunked
-from linearize.kernels.window_attention.decode import window_attention_step, window_cache
+from linearize.kernels.window_attention.decode import last_tokens, window_attention_step, window_cache
 from linearize.kernels.window_attention.reference import window_attention_reference
 
-__all__ = ["window_attention", "window_attention_step", "window_cache"]
+__all__ = ["last_tokens", "window_attention", "window_attention_step", "window_cache"]
 
 _NAME = "window_attention"
 

@@ -96,6 +96,20 @@ def slot_of(position: Tensor, slots: int, sinks: int = 0) -> Tensor:
     return torch.where(position < sinks, position, sinks + (position - sinks) % (slots - sinks))
 
 
+def last_tokens(slots: Tensor, position: Tensor, count: int) -> Tensor:
+    """The last `count` tokens of a cache without sinks, [B, count, ...], oldest first.
+
+    What stands before the first token of a row has no meaning. Token n of the result is the row's real one where
+    `n >= count - position`.
+
+    Args:
+        slots: [B, N, ...] with N >= count.
+        position: [B] int64, tokens each row has seen.
+    """
+    place = position[:, None] - count + torch.arange(count, device=slots.device)
+    return slots[torch.arange(len(slots), device=slots.device)[:, None], place % slots.shape[1]]
+
+
 def window_cache(
     k: Tensor, v: Tensor, slots: int, *, sinks: int = 0, key_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
