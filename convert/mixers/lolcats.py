@@ -14,7 +14,7 @@ with `shift: none` it is 0, and φ_q·φ_k e^w stands for the softmax's own e^s.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,18 @@ from linearize.convert.cache import State
 from linearize.convert.calibration import CalibrationSample
 from linearize.convert.mixers.base import Mixer, Rope, register
 from linearize.convert.mixers.hybrid import HybridOptions
-from linearize.convert.mixers.parts import FeatureMap, delayed, history
+from linearize.convert.mixers.parts import FeatureMap
 from linearize.kernels.linear_attention import linear_attention
-from linearize.kernels.window_attention import window_attention
+from linearize.kernels.window_attention import last_tokens, window_cache
+from linearize.kernels.window_linear_attention import (
+    branches,
+    join,
+    leaving_key,
+    window_linear_attention,
+    window_linear_attention_step,
+)
 
 SMALLEST_DENOMINATOR = 1e-6
-LARGEST_EXPONENT = 60.0  # e^±60 times the sums stays inside float32
 
 
 class LoLCATsOptions(HybridOptions):
@@ -80,91 +86,122 @@ class LoLCATs(Mixer):
         state: State | None,
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, State]:
-        sums, window, lse, new_state = self.branches(hidden_states, rope, padding_mask, state, cu_seqlens)
-        if window is None or lse is None or self.use == "recurrence":
-            return sums[..., :-1] / sums[..., -1:].clamp_min(SMALLEST_DENOMINATOR), new_state
-        if self.use == "window":
-            return window, new_state
-        return self.join(sums, window, lse), new_state
+        q, k, v = self.project(hidden_states)
+        q, k = self.rotate(q, k, rope)
+        if self.window == 0:
+            return self.without_window(q, k, v, padding_mask, state, cu_seqlens)
+        if state is not None and q.shape[1] == 1 and not torch.is_grad_enabled():
+            return self.step(q[:, 0], k[:, 0], v[:, 0], padding_mask, state)
+        seen = padding_mask
+        initial_state = None
+        if state is not None:
+            position, W = state["position"], self.window
+            before = torch.arange(W, device=k.device) >= W - position[:, None]
+            seen = torch.cat([before, k.new_ones(k.shape[:2], dtype=torch.bool) if seen is None else seen], 1)
+            k = torch.cat([last_tokens(state["window_key"], position, W), k], 1)
+            v = torch.cat([last_tokens(state["window_value"], position, W), v], 1)
+            initial_state = state["memory"], state["normaliser"]
+        o, sums = window_linear_attention(
+            *self.features(q, k, v),
+            self.linear_rest.log_weight,
+            **self.attention_options(),
+            shift=self.options.shift,
+            key_mask=seen,
+            initial_state=initial_state,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+        )
+        assert sums is not None
+        # Positions count from the first key kept here; what left the window before is in the sums.
+        keys, values, position = window_cache(k, v, self.window + 1, key_mask=seen)
+        state = {"window_key": keys, "window_value": values, "position": position}
+        return o, state | {"memory": sums[0], "normaliser": sums[1]}
 
-    def branches(
+    def attention_options(self) -> dict[str, Any]:
+        """The window's options."""
+        return {"window": self.window, "scale": self.spec.scaling, "softcap": self.spec.softcap}
+
+    def features(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v, the features of q, and those of the keys that leave the window, in v's dtype."""
+        leaving = k[:, : max(0, k.shape[1] - self.window)]
+        return q, k, v, self.map_queries(q).to(v.dtype), self.map_keys(leaving).to(v.dtype)
+
+    def map_queries(self, q: torch.Tensor) -> torch.Tensor:
+        """`[B, T, H, K]` to features `[B, T, H, 2K]` in float32."""
+        with torch.autocast(q.device.type, enabled=False):
+            return self.linear_rest.q_map(q.float())
+
+    def map_keys(self, k: torch.Tensor) -> torch.Tensor:
+        """`[B, T, H_kv, K]` to features `[B, T, H, 2K]` in float32."""
+        with torch.autocast(k.device.type, enabled=False):
+            return self.linear_rest.k_map(self.expand(k).float())
+
+    def step(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding_mask: torch.Tensor | None, state: State
+    ) -> tuple[torch.Tensor, State]:
+        """One token `[B, heads, K]`; the state is updated in place."""
+        leaving = leaving_key(state["window_key"], state["position"], self.window)[:, None]
+        o = window_linear_attention_step(
+            q,
+            k,
+            v,
+            self.map_queries(q[:, None])[:, 0].to(v.dtype),
+            self.map_keys(leaving)[:, 0].to(v.dtype),
+            self.linear_rest.log_weight,
+            state["window_key"],
+            state["window_value"],
+            state["position"],
+            state["memory"],
+            state["normaliser"],
+            **self.attention_options(),
+            shift=self.options.shift,
+            key_mask=None if padding_mask is None else padding_mask[:, 0],
+        )
+        return o[:, None], state
+
+    def without_window(
         self,
-        hidden_states: torch.Tensor,
-        rope: Rope | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
         padding_mask: torch.Tensor | None,
         state: State | None,
         cu_seqlens: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, State]:
-        """The linear sums `[B, T, H, V + 1]`, their normaliser last; the window's output and its log-sum-exp."""
-        q, k, v = self.project(hidden_states)
-        q, k = self.rotate(q, k, rope)
-        W, (batch, tokens) = self.window, q.shape[:2]
-        seen = padding_mask if padding_mask is not None else k.new_ones(batch, tokens, dtype=torch.bool)
-        keys, values, real = (
-            history(x, state[name] if state is not None and W else None, W)
-            for x, name in ((k, "window_key"), (v, "window_value"), (seen, "window_mask"))
-        )
-        old_k, old_v, old = (delayed(x, W, tokens, cu_seqlens) for x in (keys, values, real))
-        with torch.autocast(q.device.type, enabled=False):
-            phi_q = self.linear_rest.q_map(q.float())
-            phi_k = self.linear_rest.k_map(self.expand(old_k).float())
+    ) -> tuple[torch.Tensor, State]:
+        """Linear attention alone, its normaliser as a last column of the values."""
+        values = F.pad(self.expand(v).float(), (0, 1), value=1.0)
         sums, memory = linear_attention(
-            phi_q,
-            phi_k,
-            F.pad(self.expand(old_v).float(), (0, 1), value=1.0) * old[..., None, None],
+            self.map_queries(q),
+            self.map_keys(k),
+            values if padding_mask is None else values * padding_mask[..., None, None],
             scale=1.0,
             initial_state=None if state is None else state["memory"],
             output_final_state=True,
             cu_seqlens=cu_seqlens,
         )
         assert memory is not None
-        if W == 0:
-            return sums, None, None, {"memory": memory}
-        new_state = {"memory": memory}
-        new_state |= {
-            "window_key": keys[:, tokens:],
-            "window_value": values[:, tokens:],
-            "window_mask": real[:, tokens:],
-        }
-        masked = padding_mask is not None or state is not None
-        window, lse = window_attention(
-            q,
-            keys if masked else k,
-            values if masked else v,
-            window=W,
-            scale=self.spec.scaling,
-            softcap=self.spec.softcap,
-            key_mask=real if masked else None,
-            cu_seqlens=cu_seqlens,
-            return_lse=True,
-        )
-        return sums, window, lse, new_state
-
-    def join(self, sums: torch.Tensor, window: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """The formula, divided by the linear sums' weight; the window's part is `e^exponent`."""
-        exponent = -self.linear_rest.log_weight
-        exponent = lse + exponent if self.options.shift == "none" else exponent.expand_as(lse)
-        window_weight = exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).exp()[..., None]
-        numerator, normaliser = sums[..., :-1], sums[..., -1:]
-        window = window.float()
-        return window + (numerator - normaliser * window) / (normaliser + window_weight)
+        return sums[..., :-1] / sums[..., -1:].clamp_min(SMALLEST_DENOMINATOR), {"memory": memory}
 
     @torch.no_grad()
     def calibrate(self, sample: CalibrationSample) -> None:
         """The linear sums' weight by search per head: the one whose heads are nearest to the teacher's."""
-        sums, window, lse, _ = self.branches(sample.hidden_states, sample.rope, None, None, None)
-        if window is None or lse is None:
+        if self.window == 0:
             return
+        q, k, v = self.project(sample.hidden_states)
+        q, k = self.rotate(q, k, sample.rope)
+        parts = branches(*self.features(q, k, v), **self.attention_options())
         heads, weight = sample.heads.float(), self.linear_rest.log_weight
         candidates = torch.linspace(-20, 20, 81).tolist()
         errors = []
         for candidate in candidates:
             weight.fill_(candidate)
-            errors.append((self.join(sums, window, lse) - heads).square().sum((0, 1, 3)))
+            errors.append((join(parts, weight, self.options.shift) - heads).square().sum((0, 1, 3)))
         best = torch.stack(errors).argmin(0)
         weight.copy_(torch.tensor(candidates).to(weight)[best])
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:
         spec, W = self.spec, self.window
         memory = spec.num_heads * 2 * spec.head_dim * (spec.head_dim + 1) * 4
-        return memory + W * (2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize + 1)
+        return memory + ((W + 1) * 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize + 8 if W else 0)
