@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +165,7 @@ def decode_rows(machine: Machine) -> list[Row]:
 
 def full_cache(B: int, seen: int, room: int) -> RatCache:
     """A cache of random pairs of rows that have seen `seen` tokens, reserved for `room`."""
-    make = {"device": DEVICE, "dtype": torch.bfloat16}
+    make: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
     cache = RatCache(C)
     cache.keys, cache.values = (torch.randn(B, H, seen // C, K, **make) for _ in range(2))
     cache.running_key, cache.running_value = (torch.randn(B, H, K, device=DEVICE) for _ in range(2))

@@ -27,7 +27,7 @@ def check(inner: tuple[int, ...], chunk: int | None) -> float:
     results: list[list[Tensor]] = []
     for double, backend in ((False, "triton"), (True, "chunked")):
         leaves = [(t.double() if double else t).detach().requires_grad_() for t in (x, gate)]
-        y, _ = gated_scan(*leaves, chunk, backend=backend)
+        y, _ = gated_scan(leaves[0], leaves[1], chunk, backend=backend)
         results.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))])
     return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(*results, strict=True))
 

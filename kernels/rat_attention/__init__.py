@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ def rat_attention(
 
     unsupported = _no_kernel_for(q, k, v, gate, cache, key_mask)
     chosen = resolve_backend(backend, q.device, operation=_NAME, unsupported=unsupported)
-    options = {
+    options: dict[str, Any] = {
         "chunk_size": chunk_size,
         "position_embeddings": position_embeddings,
         "scale": scale,

@@ -15,6 +15,8 @@ M queries and N summaries in a block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -238,7 +240,7 @@ def _chunks(
     tl.store(dv_ptr + out, dv, mask=here)
 
 
-def _options(kernel: str, q: Tensor, G: int, C: int) -> dict[str, object]:
+def _options(kernel: str, q: Tensor, G: int, C: int) -> dict[str, Any]:
     K, size = q.shape[3], q.element_size()
     pick = launch(kernel, K, size)
     return {

@@ -11,6 +11,8 @@ Suffixes as in `triton_own.py`; N slots in a tile.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -221,7 +223,7 @@ def step(
 
     `position` [B] stays as it is. A custom operator only to torch.compile.
     """
-    run = _step_op if torch.compiler.is_compiling() else _launch
+    run: Any = _step_op if torch.compiler.is_compiling() else _launch
     return run(*token, *running, *slots, position, *(tables or (None, None)), chunk, scale, logits)
 
 

@@ -98,7 +98,9 @@ def _own(
     START: row b has seen position[b] tokens and goes on from its running pair [B,G,K]; END: store the last pair.
     """
     tiles = tl.cdiv(segments, ROWS)
-    g_head = tl.program_id(0) % G  # heads side by side: what they share, and rows of memory, are read together
+    g_head = (tl.program_id(0) % G).to(
+        tl.int64
+    )  # heads side by side: what they share, and rows of memory, are read together
     segment = (tl.program_id(0) // G % tiles) * ROWS + tl.arange(0, ROWS)
     b = (tl.program_id(0) // G // tiles).to(tl.int64)
     i = tl.arange(0, K_BLOCK)

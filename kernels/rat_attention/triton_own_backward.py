@@ -81,7 +81,7 @@ def _own_back(
     it gives the summaries' pairs, turned back already, [B,S−1,G,K] float32; EXTRA: what the running pairs get besides.
     """
     tiles = tl.cdiv(segments, ROWS)
-    g_head = tl.program_id(0) % G
+    g_head = (tl.program_id(0) % G).to(tl.int64)
     segment = (tl.program_id(0) // G % tiles) * ROWS + tl.arange(0, ROWS)
     b = (tl.program_id(0) // G // tiles).to(tl.int64)
     i = tl.arange(0, K_BLOCK)
@@ -134,7 +134,7 @@ def _own_back(
             inner_q = tl.load(at + i[None, :], mask=ok, other=0.0).to(tl.float32)
             later = ok & (segment > 0)[:, None]
             from_turned = turned_ptr + b * turned_b + (segment.to(tl.int64) - 1)[:, None] * turned_s
-            from_turned += (place * H + h) * turned_h
+            from_turned += (t % C * H + h)[:, None] * turned_h
             dq = tl.load(from_turned + i[None, :], mask=later, other=0.0).to(tl.float32)
             if WIDTH > 0:
                 other = tl.load(at + partner[None, :], mask=ok & paired, other=0.0).to(tl.float32)

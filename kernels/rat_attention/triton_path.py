@@ -277,9 +277,11 @@ def _go_on(
     assert cache.running_key is not None and cache.running_value is not None
     heads, T = count_heads(*inputs), inputs[0].shape[1]
     cache.grow(-(-(cache.length + T) // C))
-    start = (cache.position, *(x.float().contiguous() for x in (cache.running_key, cache.running_value)))
+    running = cache.running_key.contiguous(), cache.running_value.contiguous()
     with on_device(inputs[0]):
-        own = own_forward(inputs, heads, tables, C, scale, logits=logits, want_end=True, start=start)
+        own = own_forward(
+            inputs, heads, tables, C, scale, logits=logits, want_end=True, start=(cache.position, *running)
+        )
         gather_into(cache.keys, own.key, tables, C, cache.position)
         gather_into(cache.values, own.value, None, C, cache.position)
         keys, values = (x.transpose(1, 2).to(own.value.dtype) for x in (cache.keys, cache.values))

@@ -45,7 +45,7 @@ def _gather(
     START: only chunks that tokens position[b] … position[b] + T − 1 finish, x holding those tokens.
     """
     tiles = tl.cdiv(count, ROWS)
-    g = tl.program_id(0) % G
+    g = (tl.program_id(0) % G).to(tl.int64)
     n = (tl.program_id(0) // G % tiles) * ROWS + tl.arange(0, ROWS)
     b = (tl.program_id(0) // G // tiles).to(tl.int64)
     i = tl.arange(0, K_BLOCK)
@@ -95,7 +95,7 @@ def _gather_back(
 ):
     """dx [B,count,G,K] float32: the sum over copies of dy, turned back."""
     tiles = tl.cdiv(count, ROWS)
-    g = tl.program_id(0) % G
+    g = (tl.program_id(0) % G).to(tl.int64)
     n = (tl.program_id(0) // G % tiles) * ROWS + tl.arange(0, ROWS)
     b = (tl.program_id(0) // G // tiles).to(tl.int64)
     i = tl.arange(0, K_BLOCK)

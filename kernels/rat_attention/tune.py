@@ -136,7 +136,8 @@ def main() -> None:
     parser.add_argument("kernel", nargs="*", default=["summaries", *CANDIDATES])
     parser.add_argument("--seconds", type=float, default=60.0, help="start no candidate after this; default 60")
     arguments = parser.parse_args()
-    until, best = time.monotonic() + arguments.seconds, {}
+    until = time.monotonic() + arguments.seconds
+    best: dict[str, tuple[float, str]] = {}
     for name in arguments.kernel:
         if name == "summaries":
             summaries()

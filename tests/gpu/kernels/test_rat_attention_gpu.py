@@ -87,7 +87,8 @@ def compare(inputs: dict[str, Tensor], **options: Any) -> None:
     ids=str,
 )
 def test_lengths(T, dtype):
-    compare(draw(2, T, 64, dtype), **options(T, 16, 64))
+    K = 32 if dtype == torch.float32 else 64  # float32 products compile slowly
+    compare(draw(2, T, K, dtype), **options(T, 16, K))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_lengths(T, dtype):
         (128, 16, 128, (8, 2, 2, 2), torch.bfloat16),  # a converted model with grouped keys and values
         (128, 2, 128, (6, 2, 3, 1), torch.float16),
         (256, 16, 256, HEADS, torch.bfloat16),
-        (128, 16, 64, (4, 1, 4, 2), torch.float32),
+        (32, 16, 16, (4, 1, 4, 2), torch.float32),
     ],
     ids=str,
 )
@@ -193,8 +194,9 @@ def test_strided_inputs_and_gate_logits():
 def test_cached_decoding_is_parallel(B, heads, prefill, dtype):
     """A prefill, steps, more tokens at once, steps."""
     T, cuts = prefill + 60, (prefill, prefill + 20, prefill + 41)
-    x = draw(B, T, 128, dtype, heads)
-    shared = options(T, 16, 128)
+    K = 32 if dtype == torch.float32 else 128
+    x = draw(B, T, K, dtype, heads)
+    shared = options(T, 16, K)
     whole = rat_attention(**{name: value.double() for name, value in x.items()}, **shared)
     cache, parts = RatCache(16), []
     with torch.no_grad():
