@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +69,11 @@ def attach_adapters(student: PreTrainedModel, rank: int, alpha: int, targets: Se
         inject_adapter_in_model(config, student)
 
 
+def checkpoint_name(name: str) -> str:
+    """The exported tensor that a student's tensor becomes, or an adapter is merged into."""
+    return re.sub(r"\.lora_[AB]\.default\.weight$", ".weight", name.replace(".base_layer.", "."))
+
+
 @contextmanager
 def adapters_off(student: nn.Module) -> Iterator[None]:
     """The base model without its adapters."""
@@ -98,3 +104,4 @@ def merge_adapters(student: nn.Module) -> None:
                 if base.bias is not None:
                     merged.bias = base.bias
                 setattr(parent, name, merged.train(base.training))
+    student.__dict__.pop("peft_config", None)  # else the next adapters would be taken for second ones

@@ -25,6 +25,7 @@ PLAIN_TEMPLATE = (
 )
 """The chat template of tokenizers that have none."""
 
+_PASSAGE_CHARS = 400
 _PROMPT_SHARE = 0.5  # of a passage that stands for the user's part
 
 
@@ -68,13 +69,12 @@ def conversations_of(documents: list[str]) -> list[Messages]:
     """Running text as conversations: the user gives the beginning of a passage, the assistant goes on."""
     made = []
     for document in documents:
-        cut = int(len(document) * _PROMPT_SHARE)
-        if document[:cut].strip() and document[cut:].strip():
-            user, assistant = (
-                {"role": role, "content": text}
-                for role, text in (("user", document[:cut]), ("assistant", document[cut:]))
-            )
-            made.append([user, assistant])
+        for start in range(0, len(document), _PASSAGE_CHARS):
+            passage = document[start : start + _PASSAGE_CHARS]
+            cut = int(len(passage) * _PROMPT_SHARE)
+            if passage[:cut].strip() and passage[cut:].strip():
+                parts = (("user", passage[:cut]), ("assistant", passage[cut:]))
+                made.append([{"role": role, "content": text} for role, text in parts])
     return made
 
 

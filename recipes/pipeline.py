@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from linearize.convert.card import render_card
 from linearize.convert.checkpoint import check_source, load_teacher, load_tokenizer
@@ -20,7 +20,7 @@ from linearize.convert.plan import Plan, make_plan
 from linearize.convert.size import cache_bytes
 from linearize.convert.surgery import build_student, new_parameters
 from linearize.convert.verify import verify_in_fresh_process
-from linearize.distill.adapters import merge_adapters
+from linearize.distill.adapters import checkpoint_name, merge_adapters
 from linearize.distill.progress import say
 from linearize.distill.reference import Reference
 from linearize.distill.stages import Anneal, Stage
@@ -56,6 +56,7 @@ def run(
     ffn = {"ffn": recipe.ffn, "ffn_options": recipe.ffn_options}
     plan = make_plan(config.num_hidden_layers, recipe.to, recipe.keep_softmax, **ffn, **recipe.options)
     out = Path(out) if out else Path(f"{teacher.name.split('/')[-1]}-{plan.name}")
+    _check_stages(recipe, config, plan)
     work = Workspace(out)
     say(f"teacher: {teacher.label}")
     say(f"plan: {len(plan.converted)} of {len(plan.layers)} layers to {recipe.to}" + _kept(plan) + f" -> {out}")
@@ -104,7 +105,7 @@ class _Conversion:
         state, kv = zip(*(cache_bytes(student, context) for context in CONTEXTS), strict=True)
         parameters = _count(student, new, trained)
         with work.timed("export"):
-            self._export(student)
+            self._export(student, trained)
         say("parity gate, in a fresh process")
         with work.timed("gate"):
             gate = verify_in_fresh_process(work.student)
@@ -132,7 +133,7 @@ class _Conversion:
             data=self.data.corpus.source,
             context=self.data.heldout.length,
             heldout_tokens=surgery.tokens,
-            plan=self.plan.to_config(),
+            plan=student.config.linearize["layers"],
             parameters=parameters,
             sample=sample,
             seed=recipe.seed,
@@ -190,10 +191,11 @@ class _Conversion:
             full = torch.cat([full, logits[:, -1:].argmax(-1)], 1)
         return self.tokenizer.decode(full[0, ids.shape[1] :], skip_special_tokens=True)
 
-    def _export(self, student: PreTrainedModel) -> None:
+    def _export(self, student: PreTrainedModel, trained: Trained) -> None:
         merge_adapters(student)
         shutil.rmtree(self.work.student, ignore_errors=True)
         record = {"recipe": self.recipe.model_dump(mode="json"), "command": self.command}
+        record["trained"] = sorted({checkpoint_name(name) for name in trained.sizes})
         export(student, self.teacher.folder, self.work.student, record)
 
     def _finish(self, summary: Summary, trained: Trained) -> None:
@@ -210,6 +212,15 @@ class _Conversion:
     def _losses(self) -> dict[str, list[float]]:
         results = self.work.results
         return {key.removeprefix("losses."): value for key, value in results.items() if key.startswith("losses.")}
+
+
+def _check_stages(recipe: Recipe, config: Any, plan: Plan) -> None:
+    """Let every stage look at a student without tensors."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    student = build_student(model, plan)
+    for stage in stages_of(recipe):
+        stage.check(student)
 
 
 def _for_window(stage: Stage, window: int) -> Stage:

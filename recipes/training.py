@@ -61,6 +61,7 @@ class StageData:
 
     def _length(self, stage: Stage) -> int:
         length = stage.context or self.recipe.context
+        length = min(length, max(self.recipe.context, stage.tokens))  # one sequence is at most all of the stage
         return length if stage.beyond_teacher else min(length, self.longest)
 
     def _key(self, stage: Stage) -> tuple[str | None, int]:

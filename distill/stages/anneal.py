@@ -6,10 +6,11 @@ RAT's chunk grows 1 → 2 → 4 → 8 → 16 (at 1 it is softmax attention); a w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationError
 from torch import nn
+from transformers import PreTrainedModel
 
 from linearize.convert.errors import ConversionError
 from linearize.convert.mixers import Mixer
@@ -35,6 +36,10 @@ class Anneal(Distill):
         "logits", description="logits: CE and KL of predictions; transfer: the outputs of the teacher's attention"
     )
 
+    def check(self, student: PreTrainedModel) -> None:
+        for value in self.values:
+            set_option(student, self.option, value)
+
     def prepare(self, bench: Workbench) -> Iterator[Round]:
         self.ready(bench)
         for value in self.values:
@@ -47,31 +52,30 @@ class Anneal(Distill):
         return super().objective(bench)
 
 
-def set_option(student: Any, name: str, value: int) -> None:
-    """Give every mixer that has it another value of an option, and write it into the student's plan.
+def set_option(student: PreTrainedModel, name: str, value: int) -> None:
+    """Give every mixer that has it another value of an option; the student's plan says so from now on.
 
     Raises:
         ConversionError: no mixer can change it, or the value is out of range.
     """
-    changed = [mixer for mixer in student_mixers(student) if _set(mixer, name, value)]
-    if not changed:
+    try:
+        changed = [_set(mixer, student, name, value) for mixer in student_mixers(student)]
+    except ValidationError as error:
+        raise ConversionError(f"anneal: {name} = {value}: {error.errors()[0]['msg']}") from None
+    if not any(changed):
         raise ConversionError(f"anneal: no mixer of this student can change its option {name!r} while it trains")
-    for mixer in changed:
-        student.config.linearize["layers"][mixer.layer_idx]["options"][name] = value
 
 
-def _set(mixer: Mixer, name: str, value: int) -> bool:
+def _set(mixer: Mixer, student: PreTrainedModel, name: str, value: int) -> bool:
     setter = getattr(mixer, f"set_{name}", None)
     if setter is not None:
         setter(value)
         return True
     if name not in _FREE or not getattr(mixer.options, name, 0):
         return False
-    try:
-        options = type(mixer.options)(**{**mixer.options.model_dump(), name: value})
-    except ValidationError as error:
-        raise ConversionError(f"anneal: {name} = {value}: {error.errors()[0]['msg']}") from None
     if not value:
         raise ConversionError(f"anneal: {name} cannot shrink to 0; its smallest value is 1")
-    mixer.options = options
+    mixer.options = type(mixer.options)(**{**mixer.options.model_dump(), name: value})
+    layer = student.config.linearize["layers"][mixer.layer_idx]
+    layer["options"] = {**layer["options"], name: value}
     return True

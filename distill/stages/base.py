@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearize.distill.adapters import attach_adapters, merge_adapters
+from linearize.distill.adapters import adapter_targets, attach_adapters, merge_adapters
 from linearize.distill.data import TokenBlocks
 from linearize.distill.parameters import GROUPS, Group, trainable_groups, untie
 from linearize.distill.reference import Reference
@@ -112,6 +111,9 @@ class Stage(BaseModel):
         """The stage's name in files, messages and records."""
         return self.name or self.kind
 
+    def check(self, student: PreTrainedModel) -> None:
+        """Raise `ConversionError` if the stage's settings do not fit a student; before any work, on meta tensors."""
+
     def prepare(self, bench: Workbench) -> Iterator[Round]:
         """Ready the student and yield what to train, round by round; each round is trained before the next is asked for.
 
@@ -158,12 +160,11 @@ class AdapterStage(Stage):
         description="what gets adapters: attention (the mixers' projections), mlp, or projections by name",
     )
 
+    def check(self, student: PreTrainedModel) -> None:
+        if "adapters" in self.learning_rates:
+            adapter_targets(student, self.targets)
+
     def ready(self, bench: Workbench) -> None:
         super().ready(bench)
         if "adapters" in self.learning_rates:
             attach_adapters(bench.student, self.rank, self.alpha, tuple(self.targets))
-
-
-def last_positions(hidden: torch.Tensor) -> torch.Tensor:
-    """`[B, T, D]` -> `[B (T-1), D]`: the positions that have a next token."""
-    return hidden[:, :-1].flatten(0, 1)

@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 from pydantic import Field, model_validator
 from torch import nn
+from transformers import PreTrainedModel
 
-from linearize.convert.checkpoint import load_teacher
+from linearize.convert.checkpoint import check_source, load_teacher, resolve_source
 from linearize.convert.errors import ConversionError
 from linearize.distill.cached_logits import CachedLogits, cached_kl, write_cache
 from linearize.distill.objectives import DistillObjective
@@ -66,6 +67,16 @@ class Logits(Distill):
             raise ValueError("top_k goes with direction forward and temperature 1 only")
         return self
 
+    def check(self, student: PreTrainedModel) -> None:
+        if self.teacher is None:
+            return
+        theirs = check_source(resolve_source(self.teacher)).vocab_size
+        if theirs != student.config.vocab_size:
+            raise ConversionError(
+                f"stage {self.label}: teacher = {self.teacher!r} has {theirs} tokens in its vocabulary, the student "
+                f"{student.config.vocab_size}; its logits cannot be learned"
+            )
+
     def objective(self, bench: Workbench) -> nn.Module:
         if self.top_k is None:
             return self.distillation(bench, self.reference(bench))
@@ -75,22 +86,12 @@ class Logits(Distill):
         return CachedObjective(bench.student, CachedLogits(folder, k), self.ce_weight, self.kl_weight)
 
     def reference(self, bench: Workbench) -> Reference:
-        """The teacher of this stage.
-
-        Raises:
-            ConversionError: another teacher has another vocabulary.
-        """
+        """The teacher of this stage."""
         if self.teacher is None:
             return bench.reference()
-        student = bench.student
-        teacher = load_teacher(self.teacher, student.dtype, student.device)
-        if teacher.config.vocab_size != student.config.vocab_size:
-            raise ConversionError(
-                f"teacher = {self.teacher!r} has {teacher.config.vocab_size} tokens in its vocabulary, the student "
-                f"{student.config.vocab_size}; its logits cannot be learned"
-            )
+        teacher = load_teacher(self.teacher, bench.student.dtype, bench.student.device)
         check_head(teacher)
-        return Reference(student, teacher.requires_grad_(False))
+        return Reference(bench.student, teacher.requires_grad_(False))
 
 
 def _batches(bench: Workbench) -> Iterator[torch.Tensor]:

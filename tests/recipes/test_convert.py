@@ -138,7 +138,7 @@ def test_dry_run_writes_nothing_and_other_commands_answer(teacher: Path, tmp_pat
     code, out, _ = run("list", "--json", cwd=tmp_path)
     assert code == 0 and {"rodimus", "swa", "softmax"} <= set(json.loads(out))
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("to: swa\nlora: {tokens: 1000}\nlayrs: 3\n")
+    recipe.write_text("to: swa\nstages: [{kind: lora, tokens: 1000}]\nlayrs: 3\n")
     code, _, err = run("convert", str(teacher), "--recipe", str(recipe), cwd=tmp_path)
     assert code == 2 and "layrs" in err and len(err.strip().splitlines()) == 1
 
@@ -261,7 +261,7 @@ def test_killed_in_every_stage_and_resumed_equals_undisturbed(teacher: Path, tmp
         lambda: (partial / "results.json").exists(),  # in surgery
         lambda: (partial / "transfer.safetensors").exists(),
         lambda: (partial / "lora.safetensors").exists(),
-        lambda: (partial / "control.safetensors").exists(),
+        lambda: (partial / "control_lora.safetensors").exists(),
         lambda: (partial / "student").exists() or (partial / "student.partial").exists(),  # in export or the gate
     ]
     for mark in marks:
