@@ -9,12 +9,14 @@ backward pass 18.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from linearize.kernels.rows import tiles
+from linearize.kernels.rows import Tiles, tiles
 from linearize.kernels.triton_math import sigmoid, softplus
 
 
@@ -34,7 +36,7 @@ def _load(ptr, row, row_stride, h, head_stride, d, ok):
     return tl.load(ptr + spot, mask=ok, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["R", "count"])
+@triton.jit(do_not_specialize=["R"])
 def _forward(
     a_ptr,
     b_ptr,
@@ -44,7 +46,6 @@ def _forward(
     decay_ptr,
     key_ptr,
     R,
-    count,
     eps,
     a_r,
     a_h,
@@ -60,22 +61,21 @@ def _forward(
     BLOCK: tl.constexpr,
 ):
     """Log decay and gated key, [R,H,K]; see the module's docstring."""
-    program, programs, h = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    h = tl.program_id(1)
     d = tl.arange(0, BLOCK)
     a_bias = tl.load(a_bias_ptr + h * K + d, mask=d < K, other=0.0) if A_BIAS else tl.zeros([BLOCK], tl.float32)
     b_bias = tl.load(b_bias_ptr + h * K + d, mask=d < K, other=0.0) if B_BIAS else tl.zeros([BLOCK], tl.float32)
-    for i in range(0, count):
-        row = (program + i * programs) * ROWS + tl.arange(0, ROWS)
-        ok = (row < R)[:, None] & (d < K)[None, :]
-        x = _load(a_ptr, row, a_r, h, a_h, d, ok) + a_bias[None, :]
-        y = _load(b_ptr, row, b_r, h, b_h, d, ok) + b_bias[None, :]
-        k = _load(k_ptr, row, k_r, h, k_h, d, ok)
-        rate, _, log_rate, _, temperature, _ = _gates(x, y)
-        length = tl.maximum(tl.sqrt(tl.sum(k * k, 1)), eps)
-        key = k / length[:, None] * tl.exp(temperature * log_rate)
-        spot = (row.to(tl.int64) * H + h)[:, None] * K + d[None, :]
-        tl.store(decay_ptr + spot, -rate * temperature, mask=ok)
-        tl.store(key_ptr + spot, key.to(key_ptr.dtype.element_ty), mask=ok)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ok = (row < R)[:, None] & (d < K)[None, :]
+    x = _load(a_ptr, row, a_r, h, a_h, d, ok) + a_bias[None, :]
+    y = _load(b_ptr, row, b_r, h, b_h, d, ok) + b_bias[None, :]
+    k = _load(k_ptr, row, k_r, h, k_h, d, ok)
+    rate, _, log_rate, _, temperature, _ = _gates(x, y)
+    length = tl.maximum(tl.sqrt(tl.sum(k * k, 1)), eps)
+    key = k / length[:, None] * tl.exp(temperature * log_rate)
+    spot = (row.to(tl.int64) * H + h)[:, None] * K + d[None, :]
+    tl.store(decay_ptr + spot, -rate * temperature, mask=ok)
+    tl.store(key_ptr + spot, key.to(key_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["R", "count"])
@@ -146,15 +146,17 @@ def _backward(
         tl.store(sums_ptr + spot + H * K, b_sum, mask=d < K)
 
 
-def _settings(a: Tensor, b: Tensor, k: Tensor, a_bias: Tensor | None, b_bias: Tensor | None, eps: float):
-    """The grid, and the arguments that both kernels share."""
+def _settings(
+    a: Tensor, b: Tensor, k: Tensor, a_bias: Tensor | None, b_bias: Tensor | None, summed: bool
+) -> tuple[Tiles, list[int], dict[str, Any]]:
+    """The tiles, strides and options that a kernel is launched with."""
     R, H, K = k.shape
     block = triton.next_power_of_2(K)
-    split = tiles(R, block, H)
-    strides = (t.stride(axis) for t in (a, b, k) for axis in (0, 1))
+    split = tiles(R, block, H, summed=summed)
+    strides = [t.stride(axis) for t in (a, b, k) for axis in (0, 1)]
     options = {"H": H, "K": K, "A_BIAS": a_bias is not None, "B_BIAS": b_bias is not None}
     options |= {"ROWS": split.rows, "BLOCK": block, "num_warps": split.warps}
-    return (split.programs, H), (R, split.count, eps, *strides), options
+    return split, strides, options
 
 
 def ddts_forward(
@@ -162,8 +164,8 @@ def ddts_forward(
 ) -> tuple[Tensor, Tensor]:
     """Log decay and gated key [R,H,K] of a, b, k [R,H,K] and biases [H,K] in float32."""
     decay, key = k.new_empty(k.shape, dtype=torch.float32), k.new_empty(k.shape)
-    grid, numbers, options = _settings(a, b, k, a_bias, b_bias, eps)
-    _forward[grid](
+    split, strides, options = _settings(a, b, k, a_bias, b_bias, summed=False)
+    _forward[split.programs, k.shape[1]](
         a,
         b,
         k,
@@ -171,7 +173,9 @@ def ddts_forward(
         decay if b_bias is None else b_bias,
         decay,
         key,
-        *numbers,
+        k.shape[0],
+        eps,
+        *strides,
         **options,
     )
     return decay, key
@@ -189,9 +193,11 @@ def ddts_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """da, db, dk [R,H,K], and the gradients of both biases [2,H,K] (unset where there is none)."""
     da, db, dk = (x.new_empty(x.shape) for x in (a, b, k))
-    grid, numbers, options = _settings(a, b, k, a_bias, b_bias, eps)
+    R, H, K = k.shape
     biased = a_bias is not None or b_bias is not None
-    sums = k.new_empty((grid[0] if biased else 0, 2, *k.shape[1:]), dtype=torch.float32)
+    split, strides, options = _settings(a, b, k, a_bias, b_bias, summed=biased)
+    sums = k.new_empty(split.programs if biased else 0, 2, H, K, dtype=torch.float32)
     biases = (ddecay if a_bias is None else a_bias, ddecay if b_bias is None else b_bias)
-    _backward[grid](a, b, k, *biases, ddecay, dkey, da, db, dk, sums, *numbers, **options)
+    inputs, outputs = (a, b, k, *biases, ddecay, dkey), (da, db, dk, sums)
+    _backward[split.programs, H](*inputs, *outputs, R, split.count, eps, *strides, **options)
     return da, db, dk, sums.sum(0)

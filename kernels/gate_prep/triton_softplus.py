@@ -17,7 +17,7 @@ from linearize.kernels.triton_math import softplus
 BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["R", "count"])
+@triton.jit(do_not_specialize=["R"])
 def _forward(
     x_ptr,
     log_ptr,
@@ -25,7 +25,6 @@ def _forward(
     decay_ptr,
     step_ptr,
     R,
-    count,
     x_r,
     C: tl.constexpr,
     BIAS: tl.constexpr,
@@ -33,18 +32,16 @@ def _forward(
     BLOCK: tl.constexpr,
 ):
     """Log decay and step, [R,C]."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     speed = tl.exp(tl.load(log_ptr + c, mask=c < C, other=0.0))
     bias = tl.load(bias_ptr + c, mask=c < C, other=0.0) if BIAS else tl.zeros([BLOCK], tl.float32)
-    for i in range(0, count):
-        row = ((program + i * programs) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        ok = (row < R)[:, None] & (c < C)[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_r + c[None, :], mask=ok, other=0.0).to(tl.float32)
-        step, _ = softplus(x + bias[None, :])
-        spot = row[:, None] * C + c[None, :]
-        tl.store(decay_ptr + spot, -speed[None, :] * step, mask=ok)
-        tl.store(step_ptr + spot, step, mask=ok)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    ok = (row < R)[:, None] & (c < C)[None, :]
+    x = tl.load(x_ptr + row[:, None] * x_r + c[None, :], mask=ok, other=0.0).to(tl.float32)
+    step, _ = softplus(x + bias[None, :])
+    spot = row[:, None] * C + c[None, :]
+    tl.store(decay_ptr + spot, -speed[None, :] * step, mask=ok)
+    tl.store(step_ptr + spot, step, mask=ok)
 
 
 @triton.jit(do_not_specialize=["R", "count"])
@@ -107,7 +104,6 @@ def softplus_forward(x: Tensor, A_log: Tensor, bias: Tensor | None) -> tuple[Ten
         decay,
         step,
         R,
-        split.count,
         x.stride(0),
         C,
         BIAS=bias is not None,
@@ -125,7 +121,7 @@ def softplus_backward(
     R, C = x.shape
     dx = x.new_empty(R, C)
     blocks = triton.cdiv(C, BLOCK)
-    split = tiles(R, BLOCK, blocks)
+    split = tiles(R, BLOCK, blocks, summed=True)
     sums = x.new_empty(split.programs, 2, C, dtype=torch.float32)
     _backward[split.programs, blocks](
         x,

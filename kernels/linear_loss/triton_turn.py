@@ -97,8 +97,8 @@ def _turn(
         log_sum_p = tl.log(sum_p)
 
     if LABELS:  # before products are overwritten
-        z, _ = _logits(student_row, label, label >= 0, scale, softcap, CAPPED)
-        tl.store(ce_ptr + c, top_z + log_sum_z - z)
+        own, _own = _logits(student_row, label, label >= 0, scale, softcap, CAPPED)
+        tl.store(ce_ptr + c, top_z + log_sum_z - own)
         tl.debug_barrier()
 
     kl = 0.0

@@ -9,13 +9,14 @@ Bound: memory. In 16 bits the forward pass moves 6 bytes per element (x, gate, y
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from linearize.kernels.rows import tiles
+from linearize.kernels.rows import Tiles, tiles
 from linearize.kernels.triton_math import sigmoid
 
 
@@ -40,14 +41,13 @@ def _factor(g, SWISH: tl.constexpr):
     return factor, slope
 
 
-@triton.jit(do_not_specialize=["R", "count"])
+@triton.jit(do_not_specialize=["R"])
 def _forward(
     x_ptr,
     weight_ptr,
     gate_ptr,
     y_ptr,
     R,
-    count,
     eps,
     x_r,
     x_h,
@@ -63,27 +63,26 @@ def _forward(
     BLOCK: tl.constexpr,
 ):
     """y [R,H,V]; see the module's docstring."""
-    program, programs, h = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    h = tl.program_id(1)
     v = tl.arange(0, BLOCK)
     head = h.to(tl.int64)
     weight = tl.full([BLOCK], 1.0, tl.float32)
     if WEIGHT:
         weight = tl.load(weight_ptr + head * V + v, mask=v < V, other=0.0)
-    for i in range(0, count):
-        row = ((program + i * programs) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        ok = (row < R)[:, None] & (v < V)[None, :]
-        y = tl.load(x_ptr + row[:, None] * x_r + head * x_h + v[None, :], mask=ok, other=0.0).to(tl.float32)
-        factor = tl.full([ROWS, BLOCK], 1.0, tl.float32)
-        if GATE:
-            g = tl.load(gate_ptr + row[:, None] * g_r + head * g_h + v[None, :], mask=ok, other=0.0)
-            factor, _ = _factor(g.to(tl.float32), SWISH)
-        if FIRST:
-            y *= factor
-        y *= (1.0 / tl.sqrt(tl.sum(y * y, 1) / V + eps))[:, None] * weight[None, :]
-        if not FIRST:
-            y *= factor
-        spot = (row * H + head)[:, None] * V + v[None, :]
-        tl.store(y_ptr + spot, y.to(y_ptr.dtype.element_ty), mask=ok)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    ok = (row < R)[:, None] & (v < V)[None, :]
+    y = tl.load(x_ptr + row[:, None] * x_r + head * x_h + v[None, :], mask=ok, other=0.0).to(tl.float32)
+    factor = tl.full([ROWS, BLOCK], 1.0, tl.float32)
+    if GATE:
+        g = tl.load(gate_ptr + row[:, None] * g_r + head * g_h + v[None, :], mask=ok, other=0.0)
+        factor, _ = _factor(g.to(tl.float32), SWISH)
+    if FIRST:
+        y *= factor
+    y *= (1.0 / tl.sqrt(tl.sum(y * y, 1) / V + eps))[:, None] * weight[None, :]
+    if not FIRST:
+        y *= factor
+    spot = (row * H + head)[:, None] * V + v[None, :]
+    tl.store(y_ptr + spot, y.to(y_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["R", "count"])
@@ -153,24 +152,28 @@ def _backward(
         tl.store(sums_ptr + (program * H + head) * V + v, weight_sum, mask=v < V)
 
 
-def _settings(x: Tensor, weight: Tensor | None, gate: Tensor | None, form: Form):
-    """The grid, and the arguments that both kernels share."""
+def _settings(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, form: Form, summed: bool
+) -> tuple[Tiles, list[int], dict[str, Any]]:
+    """The tiles, strides and options that a kernel is launched with."""
     R, H, V = x.shape
     block = triton.next_power_of_2(V)
-    split = tiles(R, block, H)
+    split = tiles(R, block, H, summed=summed)
     other = x if gate is None else gate
-    numbers = (R, split.count, form.eps, x.stride(0), x.stride(1), other.stride(0), other.stride(1))
+    strides = [t.stride(axis) for t in (x, other) for axis in (0, 1)]
     options = {"H": H, "V": V, "WEIGHT": weight is not None, "GATE": gate is not None}
     options |= {"FIRST": form.gate_first and gate is not None, "SWISH": form.swish}
     options |= {"ROWS": split.rows, "BLOCK": block, "num_warps": split.warps}
-    return (split.programs, H), numbers, options
+    return split, strides, options
 
 
 def norm_gate_forward(x: Tensor, weight: Tensor | None, gate: Tensor | None, form: Form) -> Tensor:
     """y [R,H,V] of x and gate [R,H,V] and a float32 weight [H,V]."""
     y = x.new_empty(x.shape)
-    grid, numbers, options = _settings(x, weight, gate, form)
-    _forward[grid](x, x if weight is None else weight, x if gate is None else gate, y, *numbers, **options)
+    R, H, _ = x.shape
+    split, strides, options = _settings(x, weight, gate, form, summed=False)
+    weight, gate = x if weight is None else weight, x if gate is None else gate
+    _forward[split.programs, H](x, weight, gate, y, R, form.eps, *strides, **options)
     return y
 
 
@@ -180,8 +183,9 @@ def norm_gate_backward(
     """dx, dgate (empty without a gate) and dweight [H,V] (zeros without a weight)."""
     dx = x.new_empty(x.shape)
     dgate = x.new_empty(0) if gate is None else gate.new_empty(gate.shape)
-    grid, numbers, options = _settings(x, weight, gate, form)
-    sums = x.new_empty((0 if weight is None else grid[0], *x.shape[1:]), dtype=torch.float32)
+    R, H, V = x.shape
+    split, strides, options = _settings(x, weight, gate, form, summed=weight is not None)
+    sums = x.new_empty(0 if weight is None else split.programs, H, V, dtype=torch.float32)
     weight, gate = x if weight is None else weight, x if gate is None else gate
-    _backward[grid](x, weight, gate, dy, dx, dgate, sums, *numbers, **options)
+    _backward[split.programs, H](x, weight, gate, dy, dx, dgate, sums, R, split.count, form.eps, *strides, **options)
     return dx, dgate, sums.sum(0)
