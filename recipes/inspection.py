@@ -128,13 +128,9 @@ def describe_recipe(recipe: Recipe) -> str:
     report = inspect_teacher(
         recipe.teacher, recipe.to, recipe.keep_softmax, recipe.options, recipe.ffn, recipe.ffn_options
     )
-    transfer, lora = stages_of(recipe)
     layers = [f"  {i:3d}  {layer}" for i, layer in enumerate(Plan.from_config(report.plan).layers)]
     total = sum(report.parameters.values())
-    stages = [
-        f"  {name}: {stage.tokens:,} tokens; {stage.model_dump()}"
-        for name, stage in (("transfer", transfer), ("lora", lora))
-    ]
+    stages = [f"  {stage.label}: {stage.tokens:,} tokens; {stage.model_dump()}" for stage in stages_of(recipe)]
     return "\n".join(
         [
             f"{report.teacher} -> {recipe.to}",

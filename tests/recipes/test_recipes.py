@@ -27,7 +27,7 @@ from linearize.recipes.forms import to_python, to_yaml
 from linearize.recipes.schema import Recipe, load_recipe
 from tests.families import random_teacher, tiny_tokenizer
 
-WORDS = "the cat sat on mat and looked at hat of other".split()
+WORDS = ["the", "cat", "sat", "on", "mat", "and", "looked", "at", "hat", "of", "other"]
 TEXT = "<|endoftext|>".join(" ".join(random.Random(i).choices(WORDS, k=3)) for i in range(1500))
 NAMES = list(builtin_recipes())
 
