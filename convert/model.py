@@ -143,12 +143,12 @@ def install_mixers(model: PreTrainedModel, plan: Plan) -> None:
 def install_block(block: Any, attention_name: str, layer: LayerPlan, config: Any) -> None:
     """What `install_mixers` does to one block."""
     attention = getattr(block, attention_name)
-    if not layer.kept:
-        spec = describe_attention(attention, config)
-        mixer = mixer_class(layer.mixer).from_attention(spec, attention, **layer.options)
-        setattr(block, attention_name, mixer.train(attention.training))
     if layer.ffn is not None:
         _install_channel_mixer(block, int(attention.layer_idx), layer, config)
+    if not layer.kept:  # after the MLP, to which a mixer may hold on
+        spec = describe_attention(attention, config)
+        mixer = mixer_class(layer.mixer).from_attention(spec, attention, **layer.options)
+        mixer.train(attention.training).install(block, attention_name)
 
 
 def _install_channel_mixer(block: Any, layer_idx: int, layer: LayerPlan, config: Any) -> None:

@@ -95,6 +95,14 @@ class Mixer(nn.Module):
             mixer.get_submodule(name).float()
         return mixer
 
+    def install(self, block: nn.Module, name: str) -> None:
+        """Take the attention's place in its decoder block, where it is called `name`.
+
+        Raises:
+            ConversionError: the mixer needs more of the block than the block has.
+        """
+        setattr(block, name, self)
+
     # ------------------------------------------------------------------ the teacher's projections
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
