@@ -61,6 +61,13 @@ class DecayOptions(HybridOptions):
         centre = lookback * math.log(2) if self.half_life is None else torch.full_like(lookback, self.half_life)
         return centre[:, None] * (spread / spread.log().mean().exp()).to(lookback)
 
+    def half_lives_to_try(self, lookback: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """`half_lives_after` the lookback and after shorter ones, unless `half_life` is given. Starts to choose from:
+        a few distant tokens make a mean lookback long, while most of a head's weight is near.
+        """
+        shorter = (1, 4, 16) if self.half_life is None else (1,)
+        return [self.half_lives_after((lookback / factor).clamp_min(2), count) for factor in shorter]
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -140,6 +147,13 @@ class Recurrence(nn.Module):
             lookback: `[H]` how many tokens each head looks back, on average; with a window, among the tokens
                 before it.
         """
+
+    def starts(self, tokens: Tokens, lookback: torch.Tensor) -> list[list[dict[str, torch.Tensor]]]:
+        """Rounds of starts, from each of which every head takes the one nearest to the teacher's; default: none.
+
+        A start gives values `[H, ...]`, head by head, to parameters by name. Rounds follow one another after `calibrate`.
+        """
+        return []
 
 
 class Branch(nn.Module):
@@ -234,19 +248,49 @@ class Hybrid(Mixer):
         q, k, v = self.project(sample.hidden_states)
         tokens = self.tokens(sample.hidden_states, q, k, v, sample.rope, None, None)
         logits = outside_window(attention_logits(self, sample), self.window)
-        self.recurrence.calibrate(tokens, sample.heads.float(), lookback(logits, self.window))
-        y, _ = self.recurrence(tokens, None)
+        far = lookback(logits, self.window)
         branch, heads = self.branch, sample.heads.float()
+        self.recurrence.calibrate(tokens, heads, far)
         if not self.window:
-            branch.scale.copy_(least_squares([y], heads).expand_as(branch.scale))
+            factors = self._fit(tokens, far, heads)
+            branch.scale.copy_(factors.expand_as(branch.scale))
             return
         q, k = self.rotate(q, k, sample.rope)
         window, lse, _ = window_mix(self.spec, self.window, q, k, v, None, None)
         branch.log_mass.bias.copy_(mean_log_mass(logits, branch.log_mass.bias))
         share, window = branch.share(tokens.x, lse), window.float()
-        factors = least_squares([share * y, -share * window], heads - window)
+        factors = self._fit(tokens, far, heads - window, share, -share * window)
         branch.scale.copy_(factors[:, :1].expand_as(branch.scale))
         branch.window_part.copy_(factors[:, 1:].expand_as(branch.scale))
+
+    def _fit(
+        self,
+        tokens: Tokens,
+        far: torch.Tensor,
+        target: torch.Tensor,
+        share: float | torch.Tensor = 1.0,
+        *others: torch.Tensor,
+    ) -> torch.Tensor:
+        """Give every head the best of the recurrence's starts; the factors of `share * y` and of the others."""
+
+        def factors_and_error() -> tuple[torch.Tensor, torch.Tensor]:
+            regressors = [share * self.recurrence(tokens, None)[0], *others]
+            factors = least_squares(regressors, target)
+            fitted = sum(factors[:, i, None] * x for i, x in enumerate(regressors))
+            return factors, (fitted - target).square().sum((0, 1, 3))
+
+        parameters = dict(self.recurrence.named_parameters())
+        for starts in self.recurrence.starts(tokens, far):
+            errors = []
+            for start in starts:
+                for name, value in start.items():
+                    parameters[name].view(value.shape).copy_(value)
+                errors.append(factors_and_error()[1])
+            best = torch.stack(errors).argmin(0)
+            for name, value in starts[0].items():
+                choices = torch.stack([start[name] for start in starts])
+                parameters[name].view(value.shape).copy_(choices[best, torch.arange(len(best), device=best.device)])
+        return factors_and_error()[0]
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:
         memory = sum(4 * math.prod(shape) for shape in self.recurrence.state_shapes().values())

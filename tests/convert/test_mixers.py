@@ -25,7 +25,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mamba2": [{"rope": True, "conv": 0, "D": False}],
     "liger": [{"mix": "learned"}],
     "gla": [{"rope": True}],
+    "gated-deltanet": [{"rope": True, "conv": 0}],
+    "mlstm": [{"rope": True}],
+    "gsa": [{"rope": True, "slots": 8}],
     "inner-function": [{"mask": False}],
+    "rodimus++": [{"two_hop": False, "rope": True}],
     "rat": [{"chunk": 4}, {"chunk": 2, "window": 0, "rope": "chunk"}, {"chunk": 4, "start": "zero", "rank": 0}],
     "head-hybrid": [
         {"softmax_heads": [1], "mixer": "gla", "options": {"window": 6}},
