@@ -1,0 +1,194 @@
+"""`rodimus++`: Rodimus, then shared-key window attention on what it made of the stream, with the two-hop residual.
+
+Source: Rodimus* (arXiv 2410.06577). With X the block's input and S the second hop's output,
+
+    X_s = X + Rodimus(Norm X)
+    S   = SW-SKA(Norm X_s),   Ŷ = X_s + S
+    Y   = FFN(Norm Ŷ) + X_s                    `two_hop: false`: FFN(Norm Ŷ) + Ŷ, the teacher's own residual
+
+Rodimus is that of `rodimus.py` without its window; SW-SKA sees the last W tokens through one key for all heads (see
+`ska.py`). Both use the teacher's q, k, v and o, the second on its own norm, which starts as a copy of the block's.
+The block itself stays the family's: a hook on its first norm hands X to the mixer, one on its MLP takes S out of what
+the MLP adds to the stream. Both run inside the block's forward, so that checkpointing recomputes them too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, cast
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from linearize.convert.attention_spec import AttentionSpec
+from linearize.convert.cache import State
+from linearize.convert.calibration import CalibrationSample, least_squares
+from linearize.convert.errors import ConversionError
+from linearize.convert.mixers.base import Rope, register
+from linearize.convert.mixers.rodimus import Rodimus, RodimusOptions
+from linearize.convert.mixers.ska import SharedKeyAttention
+from linearize.convert.mixers.window import window_mix
+
+NORM_NAMES = ("input_layernorm", "attention_norm", "ln_1", "norm1")
+
+
+class RodimusPlusOptions(RodimusOptions):
+    """Options of `rodimus++`."""
+
+    window: int = Field(64, ge=1, description="keys that the shared-key attention sees, the token's own included")
+    two_hop: bool = Field(
+        True, description="whether the next block gets X_s instead of Ŷ (the paper); false starts near the teacher"
+    )
+
+
+class Hops(nn.Module):
+    """Scales of both hops' heads and the first hop's feedthrough. float32."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        shape = (spec.num_heads, spec.head_dim)
+        self.scale = nn.Parameter(torch.full(shape, 0.01))
+        self.feedthrough = nn.Parameter(torch.zeros(shape))
+        self.window_scale = nn.Parameter(torch.ones(shape))
+
+
+@register
+class RodimusPlus(Rodimus, SharedKeyAttention):
+    """Rodimus and shared-key window attention one after the other, with the two-hop residual (Rodimus++)."""
+
+    name = "rodimus++"
+    Options = RodimusPlusOptions
+    options: RodimusPlusOptions
+    float32_modules = ("gates", "branch", "maps", "shared_key")
+
+    def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: RodimusPlusOptions) -> None:
+        super().__init__(spec, attention, layer_idx, options)
+        if isinstance(self.get_submodule(spec.output_name), nn.Identity):
+            raise ConversionError("rodimus++ takes the place of whole layers; choose another mixer for some heads")
+        self.branch = cast(Any, Hops(spec))
+        self.hop_norm: nn.Module = nn.Identity()
+        self.__dict__["stream"] = None
+        self.__dict__["second_hop"] = None
+
+    stream: torch.Tensor | None
+    """X, between the block's first norm and its MLP."""
+    second_hop: tuple[torch.Tensor, torch.Tensor] | None
+    """What `attend` returned last, and S in it."""
+
+    def install(self, block: nn.Module, name: str) -> None:
+        """Take the attention's place in a block, whose stream the hooks read and, with two hops, change.
+
+        Raises:
+            ConversionError: the block is not a norm, attention, a norm, an MLP, each pair added to the stream.
+        """
+        norms = [n for n, child in block.named_children() if "norm" in type(child).__name__.lower()]
+        norm = next((n for n in NORM_NAMES if n in norms), None)
+        mlp = getattr(block, "mlp", None)
+        plain = getattr(block, "residual_multiplier", 1.0) == 1.0 and isinstance(mlp, nn.Module)
+        if norm is None or len(norms) != 2 or not plain:
+            raise ConversionError(
+                f"layer {self.layer_idx}: rodimus++ needs blocks of norm, attention, norm and MLP on one plain stream; "
+                f"{type(block).__name__} has the norms {', '.join(norms) or 'none'}. Take rodimus instead"
+            )
+        self.hop_norm = copy.deepcopy(block.get_submodule(norm))
+        super().install(block, name)
+        block.get_submodule(norm).register_forward_pre_hook(functools.partial(_give_stream, self))
+        # Always: recomputing for the backward pass leaves the MLP by an exception, and must not keep what it read.
+        cast(nn.Module, mlp).register_forward_hook(functools.partial(_take_second_hop, self), always_call=True)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        output, _ = super().forward(hidden_states, **kwargs)
+        hop = self.second_hop
+        if hop is not None and hop[0] is not output:  # a route looked at the student and went on with the teacher
+            self.__dict__["second_hop"] = None
+        return output, None
+
+    def attend(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        output, _ = super().attend(hidden_states, *args, **kwargs)
+        first = self.__dict__.pop("first_hop")
+        self.__dict__["second_hop"] = (output, output - first) if self.options.two_hop else None
+        return output, None
+
+    def mix(
+        self,
+        hidden_states: torch.Tensor,
+        rope: Rope | None,
+        padding_mask: torch.Tensor | None,
+        state: State | None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, State]:
+        q, k, v = self.project(hidden_states)
+        if self.options.rope:
+            q, k = self.rotate(q, k, rope)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            y, new_state = self.recur(hidden_states, q, k, v, padding_mask, state, cu_seqlens)
+        first = self.branch.scale * y
+        if self.use == "window":
+            first = torch.zeros_like(first)
+        second, window_state = self.window_heads(hidden_states, first, rope, padding_mask, state, cu_seqlens)
+        second = self.branch.window_scale * second
+        heads = first if self.use == "recurrence" else first + second
+        return heads, {**new_state, **window_state}
+
+    def window_heads(
+        self,
+        hidden_states: torch.Tensor,
+        first: torch.Tensor,
+        rope: Rope | None,
+        padding_mask: torch.Tensor | None,
+        state: State | None,
+        cu_seqlens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, State]:
+        """Heads of SW-SKA `[B, T, H, V]` float32 after the first hop's heads, and the window's state.
+
+        Outside its block there is no stream; the second hop then reads the first one's input.
+        """
+        hop = self.output(first.to(hidden_states.dtype))
+        self.__dict__["first_hop"] = hop
+        stream = self.stream
+        inside = stream is not None and stream.shape == hidden_states.shape
+        x = self.hop_norm(stream + hop) if inside else hidden_states
+        q, k, v = self.project(x)
+        q, k = (t.to(v.dtype) for t in self.shared_key(q, k))
+        q, k = self.rotate(q, k, rope)
+        heads, _, window_state = window_mix(self.spec, self.window, q, k, v, padding_mask, state, cu_seqlens)
+        return heads.float(), window_state
+
+    @torch.no_grad()
+    def calibrate(self, sample: CalibrationSample) -> None:
+        """The shared key by its fit, then both hops' scales by least squares on the teacher's heads, twice: the second
+        hop reads the first."""
+        SharedKeyAttention.calibrate(self, sample)
+        x, branch = sample.hidden_states, self.branch
+        q, k, v = self.project(x)
+        if self.options.rope:
+            q, k = self.rotate(q, k, sample.rope)
+        y, _ = self.recur(x, q, k, v, None, None, None)
+        first = torch.zeros_like(y)
+        for _ in range(2):
+            second, _ = self.window_heads(x, first, sample.rope, None, None, None)
+            factors = least_squares([y, second], sample.heads)
+            branch.scale.copy_(factors[:, :1].expand_as(branch.scale))
+            branch.window_scale.copy_(factors[:, 1:].expand_as(branch.scale))
+            first = branch.scale * y
+        del self.__dict__["first_hop"]
+
+    def state_bytes(self, context: int, dtype: torch.dtype) -> int:
+        memory = self.spec.num_heads * self.spec.head_dim * self.spec.head_dim * 4
+        conv = (self.options.conv - 1) * self.spec.hidden_size * 4
+        return memory + conv + SharedKeyAttention.state_bytes(self, context, dtype)
+
+
+def _give_stream(mixer: RodimusPlus, norm: nn.Module, args: tuple[Any, ...]) -> None:
+    """Before the block's first norm: the mixer gets what the norm reads."""
+    mixer.__dict__["stream"] = args[0]
+    mixer.__dict__["second_hop"] = None
+
+
+def _take_second_hop(mixer: RodimusPlus, mlp: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """After the MLP: its output less S, which the block adds to Ŷ = X_s + S."""
+    hop = mixer.second_hop
+    mixer.__dict__["stream"] = mixer.__dict__["second_hop"] = None
+    return None if hop is None or output is None else output - hop[1]
