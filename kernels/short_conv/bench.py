@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ def pass_rows(machine: bench.Machine, repeats: int = 20) -> list[bench.Row]:
         "torch": _torch,
     }
     for B, T, D, W in SHAPES:
-        make = {"device": bench.DEVICE, "dtype": torch.bfloat16}
+        make: dict[str, Any] = {"device": bench.DEVICE, "dtype": torch.bfloat16}
         inputs = [torch.randn(B, T, D, **make), torch.randn(D, W, **make), torch.randn(D, **make)]
         for name, run in implementations.items():
             row = bench.Row("short convolution, SiLU", f"B{B} T{T} D{D} W{W}", name)
@@ -52,7 +53,7 @@ def step_rows(machine: bench.Machine) -> list[bench.Row]:
     """One decoding step: the state is read and written once, x and y once."""
     rows = []
     for B, D, W in STEP_SHAPES:
-        make = {"device": bench.DEVICE, "dtype": torch.bfloat16}
+        make: dict[str, Any] = {"device": bench.DEVICE, "dtype": torch.bfloat16}
         token = (torch.randn(B, D, **make), torch.randn(D, W, **make))
         states = [torch.randn(B, W - 1, D, **make) for _ in range(8)]
 

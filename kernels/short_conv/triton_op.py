@@ -65,8 +65,8 @@ def _(
     dy: Tensor,
     want_dstart: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wanted = start is not None and want_dstart
-    dstart = torch.empty_like(start) if wanted else x.new_empty(0, dtype=torch.float32)
+    no_state = x.new_empty(0, dtype=torch.float32)
+    dstart = torch.empty_like(start) if start is not None and want_dstart else no_state
     return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(weight.shape[0]), dstart
 
 

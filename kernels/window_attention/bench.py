@@ -6,6 +6,7 @@ python -m linearize.kernels.window_attention.bench
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def pass_rows(machine: bench.Machine, repeats: int = 20) -> list[bench.Row]:
     """Ours at each shape and window, and causal softmax attention once per shape with as many heads everywhere."""
     rows = []
     for B, T, H, Hk, Hv, D, windows in SHAPES:
-        make = {"device": bench.DEVICE, "dtype": torch.bfloat16}
+        make: dict[str, Any] = {"device": bench.DEVICE, "dtype": torch.bfloat16}
         inputs = [torch.randn(B, T, heads, D, **make) for heads in (H, Hk, Hv)]
         shape = f"B{B} T{T} H{H}/{Hk}/{Hv} D{D}"
         for window in windows:
@@ -72,7 +73,7 @@ def step_rows(machine: bench.Machine) -> list[bench.Row]:
     """One decoding step from a full ring, which is read once."""
     rows = []
     for B, H, heads, D, window in STEP_SHAPES:
-        make = {"device": bench.DEVICE, "dtype": torch.bfloat16}
+        make: dict[str, Any] = {"device": bench.DEVICE, "dtype": torch.bfloat16}
         q, k, v = (torch.randn(B, n, D, **make) for n in (H, heads, heads))
         cache = 4 * B * window * heads * D
         # Several caches in turn, or a small one would stay in the L2 cache.
@@ -82,9 +83,11 @@ def step_rows(machine: bench.Machine) -> list[bench.Row]:
             for _ in range(max(1, min(8, (1 << 28) // cache)))
         ]
 
-        def run(token: tuple[Tensor, ...] = (q, k, v), rings: list[list[Tensor]] = rings, window: int = window) -> None:
+        def run(
+            q: Tensor = q, k: Tensor = k, v: Tensor = v, rings: list[list[Tensor]] = rings, window: int = window
+        ) -> None:
             for keys, values, position in rings:
-                window_attention_step(*token, keys, values, position, window=window)
+                window_attention_step(q, k, v, keys, values, position, window=window)
 
         row = bench.Row("window attention, one step", f"B{B} H{H}/{heads} D{D} W{window}", "linearize")
         began = time.perf_counter()

@@ -86,8 +86,7 @@ def _step(
         mask=tl.where(real, iv, V) < V,
     )
 
-    s, _ = capped(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1), logit_scale, cap, CAPPED)
-    top = s
+    top, _own = capped(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1), logit_scale, cap, CAPPED)
     total = tl.full([M], 1.0, tl.float32)
     acc = tl.zeros([M, V_BLOCK], tl.float32) + new_v.to(tl.float32)[None, :]
     for first in range(0, tl.minimum(position, slots.to(tl.int64)).to(tl.int32), N):
@@ -97,7 +96,7 @@ def _step(
         seen = seen & (n < slots)
         key_spot = keys_ptr + n.to(tl.int64)[:, None] * keys_n + ik[None, :] * keys_k
         key = tl.load(key_spot, mask=seen[:, None] & (ik < K)[None, :], other=0.0).to(q.dtype)
-        s, _ = capped(tl.dot(q, tl.trans(key), input_precision=PRECISION), logit_scale, cap, CAPPED)
+        s, _tanh = capped(tl.dot(q, tl.trans(key), input_precision=PRECISION), logit_scale, cap, CAPPED)
         s = tl.where(seen[None, :], s, float("-inf"))
         highest = tl.maximum(top, tl.max(s, 1))
         p = tl.exp2(s - highest[:, None])

@@ -59,7 +59,7 @@ def _absorb(
     """The running softmax with keys first .. first + N, which end before `limit`, taken in."""
     j = first + tl.arange(0, N)
     key = tile(k_base, j, limit, tl.arange(0, K_BLOCK), k_t, K, WHOLE)
-    s, _ = capped(tl.dot(q, tl.trans(key), input_precision=PRECISION), logit_scale, cap, CAPPED)
+    s, _tanh = capped(tl.dot(q, tl.trans(key), input_precision=PRECISION), logit_scale, cap, CAPPED)
     if WHOLE:
         highest = tl.maximum(top, tl.max(s, 1))
         shift = highest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -117,7 +119,7 @@ def window_linear_attention(
     check_float(_NAME, tensors)
     check_same_device(_NAME, {**tensors, "key_mask": key_mask, "cu_seqlens": cu_seqlens})
     chosen = resolve_backend(backend, q.device, operation=_NAME, unsupported=_no_kernel(q, k, v, phi_q, phi_k))
-    options = {"window": window, "scale": scale, "softcap": softcap, "key_mask_BS": key_mask}
+    options: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap, "key_mask_BS": key_mask}
     options |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
     if chosen == "reference":
         o, state = window_linear_attention_reference(q, k, v, phi_q, phi_k, mix, shift=shift, **options)

@@ -5,7 +5,10 @@ python -m linearize.kernels.window_linear_attention.bench
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +35,7 @@ def work(B: int, T: int, H: int, Hk: int, D: int, F: int, window: int) -> tuple[
 
 def draw(B: int, T: int, H: int, Hk: int, D: int, F: int) -> list[Tensor]:
     """q, k, v and features in bfloat16, mix in float32."""
-    make = {"device": bench.DEVICE, "dtype": torch.bfloat16}
+    make: dict[str, Any] = {"device": bench.DEVICE, "dtype": torch.bfloat16}
     inputs = [torch.randn(B, T, heads, D, **make) for heads in (H, Hk, Hk)]
     inputs += [torch.randn(B, T, H, F, **make).softmax(-1) for _ in range(2)]
     return [*inputs, torch.full((H,), -1.0, device=bench.DEVICE)]
@@ -75,11 +78,16 @@ def step_rows(machine: bench.Machine) -> list[bench.Row]:
             for _ in range(max(1, min(8, (1 << 28) // (4 * B * H * F * D))))
         ]
 
+        step: Callable[..., Tensor] = functools.partial(window_linear_attention_step, window=window)
+
         def run(
-            token: list[Tensor] = token, mix: Tensor = mix, states: list[list[Tensor]] = states, window: int = window
+            step: Callable[..., Tensor] = step,
+            token: list[Tensor] = token,
+            mix: Tensor = mix,
+            states: list[list[Tensor]] = states,
         ) -> None:
             for state in states:
-                window_linear_attention_step(*token, mix, *state, window=window)
+                step(*token, mix, *state)
 
         row = bench.Row(f"window {window} + linear, one step", f"B{B} H{H}/{Hk} D{D} F{F}", "linearize")
         began = time.perf_counter()

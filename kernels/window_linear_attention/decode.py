@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -97,14 +99,14 @@ def window_linear_attention_step(
     if memory.dtype != torch.float32 or phi_q.shape[-1] > MAX_FEATURES:
         unsupported = f"the Triton kernel takes a float32 memory of up to {MAX_FEATURES} features"
     chosen = resolve_backend(backend, q.device, operation=_NAME, unsupported=unsupported)
-    options = {"window": window, "scale": scale, "softcap": softcap, "key_mask": key_mask}
+    options: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap, "key_mask": key_mask}
     before = position.clone()
-    attended = window_attention_step(q, k, v, keys, values, position, **options, return_lse=True, backend=chosen)
+    inside, lse = window_attention_step(q, k, v, keys, values, position, **options, return_lse=True, backend=chosen)
     if chosen == "triton" and q.numel() > 0 and v.numel() > 0:
         from linearize.kernels.window_linear_attention.triton_decode import add_rest as run
     else:
         run = _add_rest
-    return run(*attended, values, before, phi_q, phi_k, mix, memory, normaliser, window, shift, key_mask)
+    return run(inside, lse, values, before, phi_q, phi_k, mix, memory, normaliser, window, shift, key_mask)
 
 
 def _add_rest(

@@ -11,6 +11,7 @@ Suffixes: B batch, T queries, S keys, H query heads, K and V widths, F features;
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +117,7 @@ def _sums(
     """Linear sums with and without values. Sums over many tokens leave float16's range: that runs in float32."""
     memory, normaliser = (None, None) if initial_state is None else initial_state
     phi_q, phi_k, v = (x.float() if x.dtype == torch.float16 else x for x in (phi_q, phi_k, v))
-    options = {"scale": 1.0, "output_final_state": True, "cu_seqlens": cu_seqlens, "backend": backend}
+    options: dict[str, Any] = {"scale": 1.0, "output_final_state": True, "cu_seqlens": cu_seqlens, "backend": backend}
     with torch.autocast(v.device.type, enabled=False):
         if backend == "triton":
             numerator, memory = linear_attention(phi_q, phi_k, v, initial_state=memory, **options)

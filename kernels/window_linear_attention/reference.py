@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +31,11 @@ def window_linear_attention_reference(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Output and (memory, normaliser); arguments as `window_linear_attention`."""
     if cu_seqlens is not None:
-        parts = [
-            window_linear_attention_reference(
-                *(x[:, a:b] for x in (q_BTHK, k_BSHK, v_BSHV, phi_q_BTHF, phi_k_BPHF)),
-                mix_H,
-                window=window,
-                scale=scale,
-                softcap=softcap,
-                shift=shift,
-            )
-            for a, b in itertools.pairwise(cu_seqlens.tolist())
-        ]
+        options: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap, "shift": shift}
+        parts = []
+        for a, b in itertools.pairwise(cu_seqlens.tolist()):
+            q, k, v, phi_q, phi_k = (x[:, a:b] for x in (q_BTHK, k_BSHK, v_BSHV, phi_q_BTHF, phi_k_BPHF))
+            parts.append(window_linear_attention_reference(q, k, v, phi_q, phi_k, mix_H, **options))
         memory, normaliser = (torch.cat([state[i] for _, state in parts]) for i in range(2))
         return torch.cat([o for o, _ in parts], 1), (memory, normaliser)
 
