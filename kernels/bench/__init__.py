@@ -1,6 +1,6 @@
 """Kernel benchmarks on one GPU: ours, torch's attention and, where installed, fla, in the same run.
 
-    python -m linearize.kernels.bench [linear] [delta] [scan] [rat] [decode] [loss] [gates] [--out FILE]
+    python -m linearize.kernels.bench [linear] [delta] [scan] [rat] [decode] [loss] [gates] [windows] [--out FILE]
 
 `kernel_rows()` returns one `Row` per implementation and shape; `table()` prints them. Beside each time stands its
 bound: the bytes an ideal kernel moves over the measured copy bandwidth, or the operations over the measured matrix

@@ -58,6 +58,14 @@ def _gates(machine: Machine, repeats: int) -> list[Row]:
     return gate_rows(machine, repeats) + norm_rows(machine, repeats)
 
 
+def _windows(machine: Machine, repeats: int) -> list[Row]:
+    from linearize.kernels.short_conv.bench import rows as conv_rows
+    from linearize.kernels.window_attention.bench import rows as window_rows
+    from linearize.kernels.window_linear_attention.bench import rows as joint_rows
+
+    return window_rows(machine, repeats) + joint_rows(machine, repeats) + conv_rows(machine, repeats)
+
+
 FAMILIES: dict[str, Callable[[Machine, int], list[Row]]] = {
     "linear": _linear,
     "delta": _delta,
@@ -66,6 +74,7 @@ FAMILIES: dict[str, Callable[[Machine, int], list[Row]]] = {
     "decode": _decode,
     "loss": _loss,
     "gates": _gates,
+    "windows": _windows,
 }
 
 
