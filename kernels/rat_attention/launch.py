@@ -21,13 +21,13 @@ TABLE: dict[str, Launch] = {
     "queries": Launch(64, 64, 4, 2),
     "chunks": Launch(64, 64, 4, 2),
     # Elements of a tile (rows · width) where nothing is multiplied as matrices.
-    "own": Launch(1024, 1, 4, 1),
-    "own back": Launch(512, 1, 4, 1),
+    "own": Launch(512, 1, 2, 1),
+    "own back": Launch(1024, 1, 4, 1),
     "move": Launch(2048, 1, 4, 1),
-    "step": Launch(32, 1, 4, 1),
+    "step": Launch(16, 1, 4, 1),
 }
 # From this many summaries on, torch's own attention takes over the products (16 bits only).
-DENSE_FROM = 256
+DENSE_FROM = 1024
 # How many programs one decoding step should at least be cut into.
 STEP_PROGRAMS = 264
 
