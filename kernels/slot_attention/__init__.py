@@ -80,9 +80,9 @@ def slot_attention(
     if cu_seqlens is not None:
         states = check_cu_seqlens(_NAME, cu_seqlens, dims["B"], dims["T"])
     if initial_state is not None:
-        for name, slots, width in zip(("keys", "values"), initial_state, ("K", "V"), strict=True):
+        for name, given, width in zip(("keys", "values"), initial_state, ("K", "V"), strict=True):
             shape = (states, dims["H"], dims["M"], dims[width])
-            tensors[f"initial_state's {name}"] = check_tensor(_NAME, f"initial_state's {name}", slots, shape, {})
+            tensors[f"initial_state's {name}"] = check_tensor(_NAME, f"initial_state's {name}", given, shape, {})
     check_float(_NAME, tensors)
     check_same_device(_NAME, {**tensors, "cu_seqlens": cu_seqlens})
     check_log_decay_sign(_NAME, log_decay)

@@ -82,10 +82,11 @@ class _ReadColumns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlogits: Tensor, dkeys: Tensor) -> tuple[Tensor | None, ...]:
         q, k, s, log_decay, start, cu_seqlens = ctx.saved_tensors
-        leaves = [None if x is None else x.detach().requires_grad_() for x in (k, s, log_decay, start)]
+        leaf_k, leaf_s, leaf_g = (x.detach().requires_grad_() for x in (k, s, log_decay))
+        leaf_start = None if start is None else start.detach().requires_grad_()
         with torch.enable_grad():
-            o, keys = _linear_attention(dlogits, *leaves, cu_seqlens, ctx.backend)
-        given = [x for x in leaves if x is not None]
+            o, keys = _linear_attention(dlogits, leaf_k, leaf_s, leaf_g, leaf_start, cu_seqlens, ctx.backend)
+        given = [x for x in (leaf_k, leaf_s, leaf_g, leaf_start) if x is not None]
         # A single first token does not use its decay.
         gradients = torch.autograd.grad((o, keys), given, (q, dkeys), allow_unused=True)
         return o.detach(), *gradients, *[None] * (6 - len(gradients))
