@@ -18,7 +18,8 @@ and W_z are low-rank; positions are those of tokens, not of chunks. `start: zero
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import Field, field_validator
@@ -36,6 +37,7 @@ from linearize.kernels.packing import gather_group, group_by_length
 OPEN = 2.0
 """Where the logit of the output gate starts."""
 FEWEST_SLOTS = 16
+GATES = (0.8, 0.9, 0.95)
 ALL_THE_WEIGHT = {"both": 0.0, "window": -1e4, "recurrence": 1e4}
 """Added to the summaries' logits to hear one branch alone; where there is no summary yet, the window speaks."""
 
@@ -45,7 +47,13 @@ class RATOptions(MixerOptions):
 
     window: int = Field(64, ge=0, description="exact keys beside the chunk summaries, in one softmax; 0 for none")
     chunk: int = Field(16, ge=1, description="tokens per summary, a power of two; 1 is softmax attention")
-    gate: float = Field(0.8, gt=0, lt=1, description="where the gates start: how much of the mean is kept per token")
+    gate: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="where the gates start, how much of the mean is kept per token; none: the best of 0.8, 0.9 and 0.95 "
+        "for each kv head, uncalibrated 0.8",
+    )
     rank: int = Field(16, ge=0, description="rank of the gates' projections; 0 for full ones, as in the paper")
     rope: Literal["token", "chunk"] = Field(
         "token", description="token: keys carry their own position; chunk: a summary has that of its last token"
@@ -76,6 +84,15 @@ class GateProjection(nn.Module):
         nn.init.zeros_(self.projection[0].weight)
         nn.init.constant_(self.projection[0].bias, bias)
 
+    @torch.no_grad()
+    def start_at(self, gates: torch.Tensor) -> None:
+        """Let each head's gates `[heads]` start there."""
+        last = self.projection.up if isinstance(self.projection, LowRank) else self.projection.get_submodule("0")
+        bias = cast(nn.Linear, last).bias
+        bias.copy_(
+            torch.logit(gates.float())[:, None].expand(len(gates), -1).repeat(1, len(bias) // len(gates)).flatten()
+        )
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x `[B, T, D]` -> `[B, T, heads, K]` float32 in (0, 1)."""
         return torch.sigmoid(self.projection(x.float()))
@@ -86,7 +103,8 @@ class ChunkGates(nn.Module):
 
     def __init__(self, spec: AttentionSpec, options: RATOptions) -> None:
         super().__init__()
-        logit = math.log(options.gate / (1 - options.gate))
+        gate = options.gate or GATES[0]
+        logit = math.log(gate / (1 - gate))
         self.keep = GateProjection(spec, spec.num_kv_heads, options.rank, logit)
         self.open = GateProjection(spec, spec.num_heads, options.rank, OPEN)
         self.summary_weight = nn.Parameter(torch.zeros(spec.num_heads))
@@ -234,17 +252,26 @@ class RAT(Mixer):
 
     @torch.no_grad()
     def calibrate(self, sample: CalibrationSample) -> None:
-        """The summaries' weight by search per head: the one whose heads are nearest to the teacher's."""
+        """By search, what brings the heads nearest to the teacher's: each kv head's gates, then each head's weight of
+        the summaries."""
         if self.options.chunk == 1:
             return
-        weight, heads = self.chunk_gates.summary_weight, sample.heads.float()
+        gates, weight, group = self.chunk_gates.keep, self.chunk_gates.summary_weight, self.spec.group
+        if self.options.gate is None:
+            starts = torch.tensor(GATES, device=weight.device)
+            errors = [self._errors(sample, gates.start_at, start.expand(self.spec.num_kv_heads)) for start in starts]
+            gates.start_at(starts[torch.stack(errors).unflatten(1, (-1, group)).sum(-1).argmin(0)])
         candidates = torch.linspace(-4, 4, 9).to(weight)
-        errors = []
-        for candidate in candidates.tolist():
-            weight.fill_(candidate)
-            mixed, _ = self.mix(sample.hidden_states, sample.rope, None, None)
-            errors.append((mixed - heads).square().sum((0, 1, 3)))
+        errors = [self._errors(sample, weight.copy_, candidate.expand_as(weight)) for candidate in candidates]
         weight.copy_(candidates[torch.stack(errors).argmin(0)])
+
+    def _errors(
+        self, sample: CalibrationSample, put: Callable[[torch.Tensor], Any], start: torch.Tensor
+    ) -> torch.Tensor:
+        """Squared distance `[H]` of the heads to the teacher's after `put(start)`."""
+        put(start)
+        heads, _ = self.mix(sample.hidden_states, sample.rope, None, None)
+        return (heads - sample.heads.float()).square().sum((0, 1, 3))
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:
         pair = 2 * self.spec.num_kv_heads * self.spec.head_dim

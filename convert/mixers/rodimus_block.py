@@ -47,7 +47,8 @@ RELEASED = {
     "inner_mixer.mem_gate_proj.bias": "gates.bias",
 }
 """Tensors of a released model's `layers.{i}.mixer` and where they stand in `RodimusBlockRecurrence`."""
-RIDGE = 1e-3
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+"""Penalties that W_out's regression chooses from, relative to the mean square of what it reads."""
 
 
 class RodimusBlockOptions(DecayOptions):
@@ -117,7 +118,7 @@ class RodimusBlockRecurrence(Recurrence):
         self.fc.weight[: len(v)] = v
         self._take_products(tokens, inputs, len(v))
         features, _ = self.features(tokens, None)
-        self.out.weight.copy_(ridge_regression(features.flatten(0, 1), heads.flatten(0, 1).flatten(1)))
+        self.out.weight.copy_(validated_regression(features.flatten(0, 1), heads.flatten(0, 1).flatten(1)))
 
     def _take_products(self, tokens: Tokens, inputs: torch.Tensor, first: int) -> None:
         """Channels of x from `first` on: ±q and ±k of the form nearest to `Σ_h W_q^h W_k^hᵀ`, as many as fit."""
@@ -138,11 +139,20 @@ class RodimusBlockRecurrence(Recurrence):
         self.qk.weight.copy_(pick)
 
 
-def ridge_regression(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """W `[E, D]` that minimises `‖x Wᵀ - y‖²` plus a small penalty, for x `[N, D]` and y `[N, E]`."""
+def ridge_regression(x: torch.Tensor, y: torch.Tensor, ridge: float = 1e-4) -> torch.Tensor:
+    """W `[E, D]` that minimises `‖x Wᵀ - y‖²` plus a penalty, for x `[N, D]` and y `[N, E]`."""
     gram = x.T @ x
     eye = torch.eye(len(gram), device=x.device)
-    return torch.linalg.solve(gram + RIDGE * gram.diagonal().mean().clamp_min(1e-12) * eye, x.T @ y).T
+    return torch.linalg.solve(gram + ridge * gram.diagonal().mean().clamp_min(1e-12) * eye, x.T @ y).T
+
+
+def validated_regression(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`ridge_regression` with the penalty whose fit of the first three quarters is nearest to y on the last one."""
+    fit = len(x) * 3 // 4
+    errors = [
+        float((x[fit:] @ ridge_regression(x[:fit], y[:fit], ridge).T - y[fit:]).square().sum()) for ridge in RIDGES
+    ]
+    return ridge_regression(x, y, RIDGES[errors.index(min(errors))])
 
 
 @register

@@ -161,14 +161,20 @@ def test_slots_grow_while_decoding() -> None:
 
 
 @torch.no_grad()
-def test_calibration_weighs_the_summaries() -> None:
+def test_calibration_sets_gates_and_weighs_the_summaries() -> None:
     teacher = random_teacher("llama", num_hidden_layers=1)
     plain, calibrated = (build_student(teacher, "rat", calibration=c, chunk=4, window=5) for c in (None, tokens(4)))
     with as_teacher(plain):
         expected = logits(plain, tokens(4))
-    calibrated.mixers[0].load_state_dict(
-        {**plain.mixers[0].state_dict(), "chunk_gates.summary_weight": calibrated.mixers[0].chunk_gates.summary_weight}
-    )
+    tensors = calibrated.mixers[0].state_dict()
+    changed = {
+        n
+        for n, tensor in plain.mixers[0].state_dict().items()
+        if "down" not in n and not torch.equal(tensor, tensors[n])
+    }
+    assert changed <= {"chunk_gates.summary_weight", "chunk_gates.keep.projection.up.bias"}
+    for head in tensors["chunk_gates.keep.projection.up.bias"].sigmoid().view(2, -1):
+        assert min((head - gate).abs().max() for gate in (0.8, 0.9, 0.95)) < 1e-6
     errors = [relative_error(logits(student, tokens(4)), expected) for student in (calibrated, plain)]
     assert errors[0] < errors[1]
 
