@@ -6,7 +6,7 @@ Stage 2: LoRA of rank 8 on q, k, v and o with cross-entropy, at 1e-4. Sequences 
 
 Numbers: Llama-3-8B, 40M tokens: MMLU 52.8 (teacher 66.6), PIQA 80.9 (79.9), HellaSwag 79.7 (79.1).
 
-Cost: 40M tokens; an 8B teacher took the authors about 5 hours on one 40 GB A100.
+Cost: 40M tokens.
 """
 
 from linearize.distill.stages import Lora, Transfer

@@ -6,7 +6,7 @@ freezing the MLPs in stage 2, hurt. The paper's mixer is RWKV-7; `rwkv6` is the 
 
 Numbers: Qwen2.5-7B to RWKV-7, at most 0.7B tokens: MMLU 68.2, PIQA 79.8, HellaSwag 79.3 (zero-shot).
 
-Cost: 350–700M tokens; a 7B teacher some hours on 8 MI300X.
+Cost: 350–700M tokens; the authors give less than 2,000 USD for a 72B teacher.
 """
 
 from linearize.distill.stages import Context, Logits, Transfer

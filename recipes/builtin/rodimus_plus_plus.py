@@ -1,4 +1,4 @@
-"""Rodimus++: the recurrence beside a window of one shared key per head group, trained as `default` is.
+"""Rodimus++: the recurrence, then window attention with one key for all heads, trained as `default` is.
 
 Source: Rodimus* (arXiv 2410.06577). The paper trains Rodimus++ from scratch; converting a teacher to it is this package's.
 
