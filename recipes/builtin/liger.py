@@ -1,7 +1,7 @@
 """Liger: gates out of the teacher's own keys, no new parameter, one stage of LoRA.
 
-Source: Liger (arXiv 2503.01496). LoRA of rank 8 on q, k and v with cross-entropy at 1e-3; half the output from a window of
-64, half from gated linear attention.
+Source: Liger (arXiv 2503.01496). LoRA of rank 8 on q, k and v with cross-entropy at 1e-3; half the output from a
+window of 64, half from gated linear attention.
 
 Numbers: Llama-3-8B, 20M tokens: MMLU 43.4 (teacher 66.6), PIQA 80.3 (79.9), HellaSwag 76.3 (79.1).
 

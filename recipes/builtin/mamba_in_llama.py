@@ -1,9 +1,9 @@
 """The Mamba in the Llama: layers replaced in steps, then fine-tuning on conversations, then preferences.
 
-Source: The Mamba in the Llama (arXiv 2408.15237). Mamba-2 mixers take over q, k, v and o (B, C and x); a quarter to a half of
-the layers keep attention, the others change in rounds under the teacher's logits, MLPs frozen; then supervised fine-tuning, then DPO
-with β 0.01. Give conversations and preferences with `data` of the stages `sft` and `preference`; without, passages of
-the text stand in for both, which teaches no manners.
+Source: The Mamba in the Llama (arXiv 2408.15237). Mamba-2 mixers take over q, k, v and o (B, C and x); a quarter to a
+half of the layers keep attention, the others change in rounds under the teacher's logits, MLPs frozen; then
+supervised fine-tuning, then DPO with β 0.01. Give conversations and preferences with `data` of the stages `sft` and
+`preference`; without, passages of the text stand in for both, which teaches no manners.
 
 Numbers: Llama-3-8B, half attention, 20B tokens: MMLU 56.7 (teacher 66.6), PIQA 81.5 (79.9), HellaSwag 79.5 (79.1).
 

@@ -1,8 +1,8 @@
 """RADLADS: attention outputs, then predictions with all parameters, then longer sequences.
 
-Source: RADLADS (arXiv 2505.03005). Stage 1: L2 of the attention outputs, every tensor of the mixers, 512 tokens a sequence,
-1e-3 falling to 1e-5. Stage 2: KL of the logits, all parameters. Stage 3: cross-entropy at 16k tokens. Skipping stage 1, or
-freezing the MLPs in stage 2, hurt. The paper's mixer is RWKV-7; `rwkv6` is the nearest here.
+Source: RADLADS (arXiv 2505.03005). Stage 1: L2 of the attention outputs, every tensor of the mixers, 512 tokens a
+sequence, 1e-3 falling to 1e-5. Stage 2: KL of the logits, all parameters. Stage 3: cross-entropy at 16k tokens.
+Skipping stage 1, or freezing the MLPs in stage 2, hurt. The paper's mixer is RWKV-7; `rwkv6` is the nearest here.
 
 Numbers: Qwen2.5-7B to RWKV-7, at most 0.7B tokens: MMLU 68.2, PIQA 79.8, HellaSwag 79.3 (zero-shot).
 

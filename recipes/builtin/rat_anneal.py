@@ -1,9 +1,10 @@
 """RAT by annealing: chunks of one token, which is softmax attention, grow to sixteen.
 
-Source: RAT (arXiv 2507.04416) for the mixer; growing the chunk is this package's. At chunks of one token the student equals
-its teacher, and every doubling is learned from the teacher's outputs, then all is polished by predictions.
+Source: RAT (arXiv 2507.04416) for the mixer; growing the chunk is this package's. At chunks of one token the student
+equals its teacher, and every doubling is learned from the teacher's outputs, then all is polished by predictions.
 
-Numbers: none published. An earlier trial without a transfer objective lost to starting at 16 (0.66 against 0.44 nats).
+Numbers: none published. An earlier trial without a transfer objective lost to starting at 16 (0.66 against 0.44
+nats).
 
 Cost: 400k tokens here; scale with the teacher.
 """

@@ -1,6 +1,7 @@
 """Rodimus++: the recurrence, then window attention with one key for all heads, trained as `default` is.
 
-Source: Rodimus* (arXiv 2410.06577). The paper trains Rodimus++ from scratch; converting a teacher to it is this package's.
+Source: Rodimus* (arXiv 2410.06577). The paper trains Rodimus++ from scratch; converting a teacher to it is this
+package's.
 
 Numbers: none published for conversions.
 
