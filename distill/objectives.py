@@ -52,6 +52,8 @@ class DistillObjective(nn.Module):
         self.ce_weight, self.kl_weight = ce_weight, kl_weight
         self.direction, self.temperature = direction, temperature
 
+    reference: Reference
+
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         """batch as `inputs_and_labels` -> scalar loss."""
         ids, labels = inputs_and_labels(batch)
