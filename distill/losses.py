@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from linearize.distill.processes import common
+
 
 def normalized_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """`‖output - target‖² / ‖target‖²` in float32: 1 for a zero output, whatever the layer's scale."""
+    """`‖output - target‖² / ‖target‖²` in float32: 1 for a zero output, whatever the layer's scale.
+
+    While several processes share a batch, `‖target‖²` is that of the whole batch (see `common`).
+    """
     target = target.float()
-    return (output.float() - target).square().sum() / target.square().sum().clamp_min(1e-12)
+    return (output.float() - target).square().sum() / common(target.square().sum()).clamp_min(1e-12)

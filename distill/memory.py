@@ -36,10 +36,23 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
             peak.bytes = _resident_peak()
 
 
-def _resident_peak() -> int:
+def memory_in_use(device: torch.device) -> int:
+    """Bytes now: allocated on a GPU, else resident in the process (its peak where there is no /proc)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _status("VmRSS:") or _resident_peak()
+
+
+def _status(field: str) -> int | None:
     if _STATUS.exists():
         for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(field):
                 return int(line.split()[1]) * 1024
+    return None
+
+
+def _resident_peak() -> int:
+    if (peak := _status("VmHWM:")) is not None:
+        return peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from linearize.distill import processes
+
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -29,26 +31,27 @@ class Meter:
         if self.bar is not None:
             self.task = self.bar.add_task(self.name, total=self.steps, completed=self.start, status="")
 
-    def update(self, step: int, tokens_per_step: int, loss: float | None = None) -> None:
-        """After `step` steps in all."""
+    def update(self, step: int, tokens_per_step: int, loss: float | None = None, memory: int | None = None) -> None:
+        """After `step` steps in all; `memory` in bytes."""
         now = time.perf_counter()
         done = step - self.start
         rate = done / max(now - self.began, 1e-9)
         status = "" if loss is None else f"loss {loss:.4f}  "
         status += f"{rate * tokens_per_step:,.0f} tokens/s"
+        status += "" if memory is None else f"  {memory / 2**30:.1f} GiB"
         if self.bar is not None:
             self.bar.update(self.task, completed=step, status=status)
         elif now - self.last_line > _SECONDS_BETWEEN_LINES or step == self.steps:
             self.last_line = now
             left = (self.steps - step) / max(rate, 1e-9)
-            print(f"{self.name}: step {step}/{self.steps}  {status}  {left:.0f} s left", file=sys.stderr, flush=True)
+            say(f"{self.name}: step {step}/{self.steps}  {status}  {left:.0f} s left")
 
 
 @contextmanager
 def meter(name: str, steps: int, start: int = 0) -> Iterator[Meter]:
-    """A `Meter` for one task, its bar removed at the end."""
+    """A `Meter` for one task, its bar removed at the end. Of several processes, the first one shows it."""
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_terminal or not processes.is_main():
         yield Meter(name, steps, None, start)
         return
     columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")]
@@ -58,5 +61,6 @@ def meter(name: str, steps: int, start: int = 0) -> Iterator[Meter]:
 
 
 def say(message: str) -> None:
-    """One line on standard error."""
-    print(message, file=sys.stderr, flush=True)
+    """One line on standard error, of the first process."""
+    if processes.is_main():
+        print(message, file=sys.stderr, flush=True)

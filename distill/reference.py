@@ -27,15 +27,17 @@ class Reference:
 
     Attributes:
         teacher: the teacher as it was loaded, or any other model of the same vocabulary.
+        held: whether the student holds its teacher, where that can no longer be seen (in shards); None: look.
     """
 
     student: PreTrainedModel
     teacher: PreTrainedModel
+    held: bool | None = None
 
     @property
     def zero_copy(self) -> bool:
         """Whether the student holds its teacher."""
-        return holds_teacher(self.student, self.teacher)
+        return holds_teacher(self.student, self.teacher) if self.held is None else self.held
 
     @contextmanager
     def model(self) -> Iterator[PreTrainedModel]:

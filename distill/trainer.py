@@ -1,33 +1,42 @@
-"""The training loop: any objective, resumable to the exact step.
+"""The training loop: any objective, resumable to the exact step, on any number of processes.
 
 The batch, everything random and the learning rate are functions of the step (the rate of `plateau` also of the losses,
 which the state keeps), so a run that was killed continues from its last saved state as if it had never stopped.
-accelerate places the model and shares the work among processes.
+Every process knows the whole batch and computes the loss of its rows; weights make their mean that of one process.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from transformers import PreTrainedModel
 
+from linearize.convert.attention_spec import find_layers
 from linearize.convert.errors import ConversionError
+from linearize.distill import processes
 from linearize.distill.data import TokenBlocks
+from linearize.distill.diagnosis import first_nonfinite
+from linearize.distill.loss_log import LossLog, Tracker
+from linearize.distill.memory import memory_in_use
+from linearize.distill.objectives import IGNORED
+from linearize.distill.placement import Groups, Placement, place
 from linearize.distill.progress import meter
 from linearize.distill.schedules import RateSchedule, Schedule
+from linearize.distill.training_state import TrainingLog, read_state, write_state
+
+__all__ = ["LoopConfig", "NonFiniteLoss", "TrainingLog", "train"]
 
 
 class NonFiniteLoss(ConversionError):
-    """Training met a loss that is NaN or infinite; the last good state is on disk."""
+    """Training met a loss or a gradient that is NaN or infinite; the last good state is on disk."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,10 @@ class LoopConfig:
         schedule, warmup, final_rate: see `RateSchedule`.
         clip: largest norm of the gradient of all groups together.
         save_every: steps between saved states; 0 for about ten in all.
+        accumulation: forward passes that a process makes of its part of a batch, to need less memory.
+        gradient_checkpointing: make blocks' activations again in the backward pass, not keep them.
+        compile: run the student's blocks through torch.compile.
+        report_to: trackers beside the CSV file.
     """
 
     steps: int
@@ -49,122 +62,209 @@ class LoopConfig:
     final_rate: float = 0.05
     clip: float = 1.0
     save_every: int = 0
+    accumulation: int = 1
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    report_to: tuple[Tracker, ...] = ()
 
 
-@dataclass
-class TrainingLog:
-    """What a stage did. Losses are one per step."""
+@dataclass(frozen=True)
+class Part:
+    """Rows of a batch that one process computes in one pass.
 
-    losses: list[float] = field(default_factory=list)
-    tokens: int = 0
-    seconds: float = 0.0
-    resumed_at: int = 0
+    Attributes:
+        weight: of its loss in the mean over the parts of all processes, times the number of processes.
+        share: of the weight of all processes' parts of the same pass.
+    """
+
+    rows: torch.Tensor
+    weight: float
+    share: float
 
 
 def train(
-    name: str,
-    objective: nn.Module,
-    groups: list[dict],
-    data: TokenBlocks,
-    config: LoopConfig,
-    state_file: Path,
-    accelerator: Accelerator | None = None,
+    name: str, objective: nn.Module, groups: Groups, data: TokenBlocks, config: LoopConfig, state_file: Path
 ) -> TrainingLog:
-    """Minimise `objective(input_ids)` (a scalar) over the tensors in `groups`.
+    """Minimise `objective(batch)` (a scalar) over the tensors in `groups`.
 
     Args:
         groups: optimizer groups: {"params": {name: tensor}, "lr": float, "weight_decay": float}.
-        state_file: where the state is kept; if it exists, training goes on from it.
+        state_file: where the state is kept; if it exists, training goes on from it. The curve goes to `losses.csv`
+            in its folder.
 
     Raises:
-        NonFiniteLoss: names the step; the batch is saved beside the state.
+        NonFiniteLoss: names the step and the layer; the batch is saved beside the state.
     """
-    accelerator = accelerator or Accelerator()
-    named = {key: tensor for group in groups for key, tensor in group["params"].items()}
-    optimizer = torch.optim.AdamW(
-        [{**group, "params": list(group["params"].values()), "peak": group["lr"]} for group in groups],
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-    )
-    objective, optimizer = accelerator.prepare(objective, optimizer)
+    processes.start()
     log = TrainingLog()
-    start = _load(state_file, named, optimizer, log) if state_file.is_file() else 0
-    log.resumed_at = start
-    log.tokens = start * config.batch_size * data.length
-    save_every = config.save_every or max(1, math.ceil(config.steps / 10))
-    share, rank = config.batch_size // accelerator.num_processes, accelerator.process_index
-    tokens = config.batch_size * data.length
-    began = time.perf_counter()
-    spent = log.seconds
-    schedule = RateSchedule(config.schedule, config.steps, config.warmup, config.final_rate)
-    for value in log.losses:
-        schedule.observe(value)
+    named = {key: tensor for group in groups for key, tensor in group["params"].items()}
+    log.resumed_at, moments = read_state(state_file, named, log)
     objective.train()
-    with meter(name, config.steps, start) as progress:
-        for step in range(start, config.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * schedule.factor(step)
-            torch.manual_seed(config.seed * 1_000_003 + step)
-            batch = data.batch(step, config.batch_size, config.seed)[rank * share : (rank + 1) * share]
-            loss = objective(batch.to(accelerator.device))
-            accelerator.backward(loss)
-            value = float(accelerator.reduce(loss.detach(), "mean"))
-            if not math.isfinite(value):
-                save_file({"input_ids": batch}, state_file.with_suffix(".bad_batch.safetensors"))
-                raise NonFiniteLoss(
-                    f"{name}: the loss is {value} at step {step}; lower the learning rate and --resume "
-                    f"(batch kept in {state_file.with_suffix('.bad_batch.safetensors')})"
-                )
-            accelerator.clip_grad_norm_(list(named.values()), config.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            log.losses.append(value)
-            schedule.observe(value)
-            log.tokens = (step + 1) * tokens
-            log.seconds = spent + time.perf_counter() - began
-            progress.update(step + 1, tokens, value)
-            if (step + 1) % save_every == 0 or step + 1 == config.steps:
-                if accelerator.is_main_process:
-                    _save(state_file, named, optimizer, log, step + 1)
-                accelerator.wait_for_everyone()
+    part = math.ceil(config.batch_size / (processes.count() * config.accumulation))
+    with _checkpointed(objective, config.gradient_checkpointing):
+        placement = place(objective, groups, part, config.clip)
+        try:
+            with _compiled(placement.objective, config.compile):
+                placement.load_moments(moments)
+                _Loop(name, placement, data, config, state_file, log).run()
+        finally:
+            placement.close()
     return log
 
 
-# ---------------------------------------------------------------------- state on disk
+class _Loop:
+    """The steps of one call of `train`."""
+
+    def __init__(
+        self, name: str, placement: Placement, data: TokenBlocks, config: LoopConfig, state_file: Path, log: TrainingLog
+    ) -> None:
+        self.name, self.placement, self.data, self.config = name, placement, data, config
+        self.state_file, self.log = state_file, log
+        self.tokens = config.batch_size * data.length
+        self.schedule = RateSchedule(config.schedule, config.steps, config.warmup, config.final_rate)
+        for value in log.losses:
+            self.schedule.observe(value)
+
+    def run(self) -> None:
+        config, log, start = self.config, self.log, self.log.resumed_at
+        log.tokens = start * self.tokens
+        save_every = config.save_every or max(1, math.ceil(config.steps / 10))
+        spent, began = log.seconds, time.perf_counter()
+        with _curve(self.state_file, start, config) as curve, meter(self.name, config.steps, start) as progress:
+            for step in range(start, config.steps):
+                before = time.perf_counter()
+                value = self.step(step)
+                log.losses.append(value)
+                self.schedule.observe(value)
+                log.tokens = (step + 1) * self.tokens
+                log.seconds = spent + time.perf_counter() - began
+                memory = memory_in_use(self.placement.device)
+                if curve is not None:
+                    rate = self.tokens / max(time.perf_counter() - before, 1e-9)
+                    curve.row(step + 1, value, self.factor, rate, memory)
+                progress.update(step + 1, self.tokens, value, memory)
+                if (step + 1) % save_every == 0 or step + 1 == config.steps:
+                    self.save(step + 1)
+
+    def step(self, step: int) -> float:
+        """One update; returns the loss before it."""
+        placement, config = self.placement, self.config
+        self.factor = self.schedule.factor(step)
+        for group in placement.optimizer.param_groups:
+            group["lr"] = group["peak"] * self.factor
+        torch.manual_seed(config.seed * 1_000_003 + step)
+        batch = self.data.batch(step, config.batch_size, config.seed)
+        parts = parts_of(batch, config.accumulation)
+        total = torch.zeros((), device=placement.device)
+        for number, part in enumerate(parts):
+            with placement.micro_batch(number + 1 == len(parts)), processes.part_of_batch(part.share):
+                loss = placement.objective(part.rows.to(placement.device)) * part.weight
+                placement.backward(loss)
+            total += loss.detach()
+        value = float(processes.summed(total) / processes.count())
+        norm = float(placement.step(config.clip)) if math.isfinite(value) else value
+        if not math.isfinite(norm):
+            self.stop(step, batch, parts, "gradient" if math.isfinite(value) else "loss", norm)
+        return value
+
+    def stop(self, step: int, batch: torch.Tensor, parts: list[Part], what: str, value: float) -> None:
+        """Name where a number that is not finite came from, and keep the batch."""
+        file = self.state_file.with_suffix(".bad_batch.safetensors")
+        if processes.is_main():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file({"input_ids": batch.contiguous()}, file)
+        torch.manual_seed(self.config.seed * 1_000_003 + step)
+        objective = self.placement.objective
+        places = [first_nonfinite(objective, lambda p=p: self._again(p)) for p in parts]  # type: ignore[misc]
+        found = processes.from_any(next((place for place in places if place), None))
+        where = f"first in {found.removeprefix('module.').removeprefix('student.')}" if found else "behind the layers"
+        kept = (
+            f"the state of step {self._saved(step)} is kept" if self.state_file.is_file() else "no state was saved yet"
+        )
+        raise NonFiniteLoss(
+            f"{self.name}: the {what} is {value} at step {step}, {where}; {kept}, the batch is in {file}; "
+            "lower the learning rate and --resume"
+        )
+
+    def _again(self, part: Part) -> None:
+        with processes.part_of_batch(part.share):
+            self.placement.objective(part.rows.to(self.placement.device))
+
+    def _saved(self, step: int) -> int:
+        every = self.config.save_every or max(1, math.ceil(self.config.steps / 10))
+        return max(step // every * every, self.log.resumed_at)
+
+    def save(self, step: int) -> None:
+        placement = self.placement
+        moments = placement.moments()
+        write_state(
+            self.state_file, placement.named, moments, placement.whole, self.log, step, write=processes.is_main()
+        )
+        processes.barrier()
 
 
-def _moments(optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]) -> dict[str, dict]:
-    state = getattr(optimizer, "optimizer", optimizer).state
-    return {name: state[tensor] for name, tensor in named.items() if tensor in state}
+def parts_of(batch: torch.Tensor, passes: int) -> list[Part]:
+    """What this process computes of a batch `[B, ...]`, one part for every pass.
+
+    Where there are more parts than rows, some get the first row with a weight of 0, so that all processes do the same.
+    """
+    count, rank = processes.count(), processes.rank()
+    size = math.ceil(len(batch) / (count * passes))
+    pieces = [batch[i * size : (i + 1) * size] for i in range(count * passes)]
+    weights = [_weight(piece) for piece in pieces]
+    parts = []
+    for number in range(passes):
+        together = sum(weights[number * count : (number + 1) * count])
+        own = number * count + rank
+        share = weights[own] / together if together else 0.0
+        weight = weights[own] * count / sum(weights)
+        parts.append(Part(pieces[own] if len(pieces[own]) else batch[:1], weight, share))
+    return parts
 
 
-def _save(
-    file: Path, named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, log: TrainingLog, step: int
-) -> None:
-    """Write trained tensors, moments and step in one file, which appears whole or not at all."""
-    tensors = {f"tensor.{name}": tensor.detach() for name, tensor in named.items()}
-    for name, moments in _moments(optimizer, named).items():
-        tensors |= {f"{key}.{name}": torch.as_tensor(value) for key, value in moments.items()}
-    metadata = {"step": str(step), "seconds": str(log.seconds), "losses": json.dumps(log.losses)}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, temporary, metadata)
-    with open(temporary, "rb") as handle:
-        os.fsync(handle.fileno())
-    os.replace(temporary, file)
+def _weight(rows: torch.Tensor) -> int:
+    """What counts in the mean that a loss is: the labels of ids and labels `[B, 2, T]`, else the rows."""
+    return int((rows[:, 1, 1:] != IGNORED).sum()) if rows.dim() == 3 else len(rows)
 
 
-def _load(file: Path, named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, log: TrainingLog) -> int:
-    with safe_open(file, framework="pt") as handle:
-        metadata = handle.metadata()
-        state = getattr(optimizer, "optimizer", optimizer).state
-        with torch.no_grad():
-            for name, tensor in named.items():
-                tensor.copy_(handle.get_tensor(f"tensor.{name}"))
-                keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in handle.keys()]  # noqa: SIM118
-                state[tensor] = {
-                    k: handle.get_tensor(f"{k}.{name}").to("cpu" if k == "step" else tensor.device) for k in keys
-                }
-    log.losses = json.loads(metadata["losses"])
-    log.seconds = float(metadata["seconds"])
-    return int(metadata["step"])
+@contextmanager
+def _curve(state_file: Path, start: int, config: LoopConfig) -> Iterator[LossLog | None]:
+    if not processes.is_main():
+        yield None
+        return
+    log = LossLog(state_file.parent, state_file.stem, start, config.report_to)
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+@contextmanager
+def _checkpointed(objective: nn.Module, wanted: bool) -> Iterator[None]:
+    """Context: the student's blocks make their activations again in the backward pass."""
+    student = _student(objective) if wanted else None
+    if student is not None:
+        student.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        if student is not None:
+            student.gradient_checkpointing_disable()
+
+
+@contextmanager
+def _compiled(objective: nn.Module, wanted: bool) -> Iterator[None]:
+    """Context: the student's blocks run through torch.compile."""
+    student = _student(objective) if wanted else None
+    blocks = [] if student is None else list(find_layers(student, student.config)[0])
+    for block in blocks:
+        block.compile()
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block._compiled_call_impl = None  # what compile() set
+
+
+def _student(objective: nn.Module) -> PreTrainedModel | None:
+    return next((module for module in objective.modules() if isinstance(module, PreTrainedModel)), None)

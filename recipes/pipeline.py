@@ -20,7 +20,10 @@ from linearize.convert.plan import Plan, make_plan
 from linearize.convert.size import cache_bytes
 from linearize.convert.surgery import build_student, new_parameters
 from linearize.convert.verify import verify_in_fresh_process
+from linearize.distill import processes
 from linearize.distill.adapters import checkpoint_name, merge_adapters
+from linearize.distill.loss_log import FILE as CURVES
+from linearize.distill.loss_log import check_trackers
 from linearize.distill.progress import say
 from linearize.distill.reference import Reference
 from linearize.distill.stages import Anneal, Stage
@@ -51,10 +54,17 @@ def run(
     Raises:
         ConversionError: bad input; nothing is left behind unless training had begun.
     """
+    processes.start(cpu=recipe.device == "cpu")
     teacher = resolve_teacher(recipe.teacher, recipe.revision)
     config = check_source(teacher.folder)
-    ffn = {"ffn": recipe.ffn, "ffn_options": recipe.ffn_options}
-    plan = make_plan(config.num_hidden_layers, recipe.to, recipe.keep_softmax, **ffn, **recipe.options)
+    plan = make_plan(
+        config.num_hidden_layers,
+        recipe.to,
+        recipe.keep_softmax,
+        ffn=recipe.ffn,
+        ffn_options=recipe.ffn_options,
+        **recipe.options,
+    )
     out = Path(out) if out else Path(f"{teacher.name.split('/')[-1]}-{plan.name}")
     _check_stages(recipe, config, plan)
     work = Workspace(out)
@@ -105,10 +115,10 @@ class _Conversion:
         state, kv = zip(*(cache_bytes(student, context) for context in CONTEXTS), strict=True)
         parameters = _count(student, new, trained)
         with work.timed("export"):
-            self._export(student, trained)
+            processes.on_main(lambda: self._export(student, trained))
         say("parity gate, in a fresh process")
         with work.timed("gate"):
-            gate = verify_in_fresh_process(work.student)
+            gate = processes.on_main(lambda: verify_in_fresh_process(work.student))
         summary = Summary(
             teacher=self.teacher.label,
             to=recipe.to,
@@ -144,7 +154,7 @@ class _Conversion:
             command=self.command,
             versions={"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
         )
-        self._finish(summary, trained)
+        processes.on_main(lambda: self._finish(summary, trained))
         return summary
 
     def _surgery(self, model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
@@ -204,6 +214,8 @@ class _Conversion:
         merged = {**json.loads(file.read_text()), "summary": record, "losses": self._losses()}
         merged["manifest"] = trained.manifest
         file.write_text(json.dumps(merged, indent=1))
+        if (curves := self.work.folder / CURVES).is_file():
+            shutil.copyfile(curves, self.work.student / CURVES)
         card = {**record, "teacher": self.teacher.name}
         (self.work.student / "README.md").write_text(render_card(card))
         if summary.gate["passed"]:
@@ -216,6 +228,7 @@ class _Conversion:
 
 def _check_stages(recipe: Recipe, config: Any, plan: Plan) -> None:
     """Let every stage look at a student without tensors."""
+    check_trackers(tuple(recipe.report_to))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     student = build_student(model, plan)

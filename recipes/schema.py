@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from linearize.convert.errors import ConversionError
+from linearize.distill.loss_log import Tracker
 from linearize.distill.stages import STAGES, AnyStage
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
@@ -46,6 +47,12 @@ class Recipe(BaseModel):
         None, description="training, in order; none: attention transfer and LoRA with the mixer's usual settings"
     )
     control: bool = Field(True, description="also train the window alone at equal tokens, to compare with")
+    accumulation: int = Field(1, ge=1, description="passes over a batch, each a part of it, to need less memory")
+    gradient_checkpointing: bool = Field(False, description="make activations again in the backward pass")
+    compile: bool = Field(False, description="run the blocks through torch.compile while they train")
+    report_to: list[Tracker] = Field(
+        default_factory=list, description="trackers of the losses beside losses.csv: tensorboard, wandb, trackio"
+    )
     seed: int = Field(0, ge=0, description="of new tensors, adapters and the order of the data")
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU when there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -165,6 +165,10 @@ class Training:
                     warmup=stage.warmup,
                     final_rate=stage.final_rate,
                     clip=stage.clip,
+                    accumulation=self.recipe.accumulation,
+                    gradient_checkpointing=self.recipe.gradient_checkpointing,
+                    compile=self.recipe.compile,
+                    report_to=tuple(self.recipe.report_to),
                 )
                 state = self.work.state(name if part.share == 1 else f"{name}.{number}")
                 log = train(name, part.objective, part.groups, data, config, state)

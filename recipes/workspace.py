@@ -17,7 +17,11 @@ from typing import Any
 
 from linearize.convert.errors import ConversionError
 from linearize.convert.export import check_output
+from linearize.distill import processes
 from linearize.recipes.schema import Recipe
+
+_FREE = ("report_to",)
+"""What a resumed run may do otherwise."""
 
 
 class Workspace:
@@ -30,11 +34,15 @@ class Workspace:
         self.results: dict[str, Any] = {}
 
     def open(self, recipe: Recipe, source: Path, resume: bool, force: bool) -> bool:
-        """Prepare the folder; returns whether an earlier run is continued.
+        """Prepare the folder; returns whether an earlier run is continued. Of several processes, the first does it.
 
         Raises:
             ConversionError: the output is in use, or the run to be resumed was another recipe.
         """
+        resumed, self.results = processes.on_main(lambda: (self._open(recipe, source, resume, force), self.results))
+        return resumed
+
+    def _open(self, recipe: Recipe, source: Path, resume: bool, force: bool) -> bool:
         if not force:
             check_output(source, self.out)
         elif self.out.resolve() == source.resolve():
@@ -42,7 +50,7 @@ class Workspace:
         written = self.folder / "recipe.json"
         if written.is_file() and resume:
             before, now = json.loads(written.read_text()), recipe.model_dump(mode="json")
-            if changed := [key for key in now if before.get(key) != now[key]]:
+            if changed := [key for key in now if key not in _FREE and before.get(key) != now[key]]:
                 key = changed[0]
                 raise ConversionError(
                     f"{self.folder} was started with {key} = {before.get(key)!r}, not {now[key]!r}; "
@@ -63,7 +71,7 @@ class Workspace:
     def once(self, key: str, compute: Callable[[], Any]) -> Any:
         """The JSON-able result of `compute()`, from disk if a killed run made it already."""
         if key not in self.results:
-            self.results[key] = compute()
+            self.results[key] = processes.on_main(compute)
             self.write("results.json", self.results)
         return self.results[key]
 
@@ -86,10 +94,13 @@ class Workspace:
         return any(self.folder.glob("*.safetensors"))
 
     def discard(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if processes.is_main():
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self) -> None:
         """Move the student to its place."""
+        if not processes.is_main():
+            return
         if self.out.exists():
             shutil.rmtree(self.out)
         os.replace(self.student, self.out)
@@ -101,6 +112,8 @@ class Workspace:
 
     def write(self, name: str, data: Any) -> None:
         """Keep JSON-able data in the folder, whole or not at all."""
+        if not processes.is_main():
+            return
         temporary = self.folder / (name + ".tmp")
         temporary.write_text(json.dumps(data, indent=1))
         os.replace(temporary, self.folder / name)

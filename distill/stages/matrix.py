@@ -6,12 +6,14 @@ going on from layer to layer. Matrices are T × T per head, so sequences are sho
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 
+from linearize.convert.calibration import routed
+from linearize.convert.mixers import Mixer
 from linearize.convert.surgery import student_mixers
 from linearize.distill.capture import watch_attention
 from linearize.distill.mixing import check_linear, mixing_matrix, teacher_matrix
@@ -46,10 +48,13 @@ class MatrixObjective(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids `[B, T]` -> scalar loss."""
         seen = watch_attention(self.reference, input_ids)
-        losses = []
-        for mixer in student_mixers(self.student):
-            call = seen[mixer.layer_idx]
-            theirs = teacher_matrix(mixer, call.hidden_states, call.rope)
-            mine = mixing_matrix(mixer, call.hidden_states, call.rope)
-            losses.append(torch.linalg.matrix_norm(mine - theirs).mean())
+        mixers = student_mixers(self.student)
+
+        def error(mixer: Mixer, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+            rope = seen[mixer.layer_idx].rope
+            theirs, mine = (matrix(mixer, hidden_states, rope) for matrix in (teacher_matrix, mixing_matrix))
+            return torch.linalg.matrix_norm(mine - theirs).mean(), None
+
+        with routed(mixers, error):  # through the mixers' own calls, which bring shards together
+            losses = [mixer(seen[mixer.layer_idx].hidden_states)[0] for mixer in mixers]
         return torch.stack(losses).mean()

@@ -105,16 +105,17 @@ class TransferObjective(nn.Module):
         seen = watch_attention(self.reference, input_ids)
         losses: list[torch.Tensor] = []
 
+        def error(mixer: Mixer, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.settings.layer_error(mixer, hidden_states, seen[mixer.layer_idx])
+
         def own(mixer: Mixer, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-            loss, output = self.settings.layer_error(mixer, hidden_states, seen[mixer.layer_idx])
+            loss, output = error(mixer, hidden_states)
             losses.append(loss)
             return output.detach(), None
 
         if self.settings.teacher_forced:
-            for mixer in mixers:
-                losses.append(
-                    self.settings.layer_error(mixer, seen[mixer.layer_idx].hidden_states, seen[mixer.layer_idx])[0]
-                )
+            with routed(mixers, error):  # through the mixers' own calls, which bring shards together
+                losses += [mixer(seen[mixer.layer_idx].hidden_states)[0] for mixer in mixers]
         else:
             with torch.no_grad(), routed(mixers, own):
                 last_hidden(self.student, input_ids)

@@ -43,6 +43,9 @@ def convert(
         bool | None, typer.Option("--control/--no-control", help="whether to train the window alone to compare with")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Hub revision of the teacher")] = None,
+    report_to: Annotated[
+        list[str] | None, typer.Option(help="tensorboard, wandb or trackio, beside losses.csv")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and write nothing")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="continue a run that was stopped")] = False,
     force: Annotated[bool, typer.Option("--force", help="replace what is in the output")] = False,
@@ -51,6 +54,7 @@ def convert(
     """Convert TEACHER: plan, surgery, the recipe's training stages, merge, export, parity gate."""
     from pydantic import ValidationError
 
+    from linearize.distill import processes
     from linearize.recipes import pipeline, schema
     from linearize.recipes.defaults import with_tokens
     from linearize.recipes.inspection import describe_recipe
@@ -64,6 +68,7 @@ def convert(
     given = {
         "teacher": teacher, "to": to, "data": data, "context": context, "seed": seed, "device": device, "dtype": dtype,
         "keep_softmax": keep_softmax, "revision": revision, "ffn": ffn, "control": control,
+        "report_to": report_to or None,
     }  # fmt: skip
     changes = {key: value for key, value in given.items() if value is not None}
     try:
@@ -79,6 +84,8 @@ def convert(
         return
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     summary = pipeline.run(built, out, resume, force, command)
-    print(json.dumps(summary.model_dump(mode="json")) if as_json else summary.to_text())
+    if processes.is_main():
+        print(json.dumps(summary.model_dump(mode="json")) if as_json else summary.to_text())
+    processes.stop()
     if not summary.gate["passed"]:
         raise typer.Exit(EXIT_FAILED)
