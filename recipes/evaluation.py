@@ -52,7 +52,8 @@ def evaluate_directory(
         raise ConversionError(f"the teacher cannot be found: {error}; give it with --teacher") from None
     chosen = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(folder)
-    student = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(chosen).eval()
+    student: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    student = student.to(chosen).eval()
     loaded = load_teacher(source.folder, student.dtype, chosen)
     if student.config.vocab_size != loaded.config.vocab_size:
         raise ConversionError(

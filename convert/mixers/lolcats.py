@@ -27,6 +27,7 @@ from linearize.convert.calibration import CalibrationSample
 from linearize.convert.mixers.base import Mixer, Rope, register
 from linearize.convert.mixers.hybrid import HybridOptions
 from linearize.convert.mixers.parts import FeatureMap
+from linearize.convert.mixers.rat import ALL_THE_WEIGHT
 from linearize.kernels.linear_attention import linear_attention
 from linearize.kernels.window_attention import last_tokens, window_cache
 from linearize.kernels.window_linear_attention import (
@@ -103,7 +104,7 @@ class LoLCATs(Mixer):
             initial_state = state["memory"], state["normaliser"]
         o, sums = window_linear_attention(
             *self.features(q, k, v),
-            self.linear_rest.log_weight,
+            self.log_weight(),
             **self.attention_options(),
             shift=self.options.shift,
             key_mask=seen,
@@ -116,6 +117,10 @@ class LoLCATs(Mixer):
         keys, values, position = window_cache(k, v, self.window + 1, key_mask=seen)
         state = {"window_key": keys, "window_value": values, "position": position}
         return o, state | {"memory": sums[0], "normaliser": sums[1]}
+
+    def log_weight(self) -> torch.Tensor:
+        """Logarithm `[H]` of the linear sums' weight; all or nothing when one branch is to be heard alone."""
+        return self.linear_rest.log_weight + ALL_THE_WEIGHT[self.use]
 
     def attention_options(self) -> dict[str, Any]:
         """The window's options."""
@@ -149,7 +154,7 @@ class LoLCATs(Mixer):
             v,
             self.map_queries(q[:, None])[:, 0].to(v.dtype),
             self.map_keys(leaving)[:, 0].to(v.dtype),
-            self.linear_rest.log_weight,
+            self.log_weight(),
             state["window_key"],
             state["window_value"],
             state["position"],

@@ -67,9 +67,14 @@ def using(mixers: list[Mixer], use: Use) -> Iterator[None]:
             mixer.use = previous
 
 
+def window_of(mixer: Mixer) -> int:
+    """Keys of a mixer's window, 0 without one."""
+    return int(getattr(mixer.options, "window", 0))
+
+
 def hybrids(student: PreTrainedModel) -> list[Mixer]:
     """The mixers with a window whose branches can be told apart."""
-    return [m for m in student_mixers(student) if m.separable and getattr(m.options, "window", 0)]
+    return [m for m in student_mixers(student) if m.separable and window_of(m)]
 
 
 def branch_use(student: PreTrainedModel, teacher: PreTrainedModel, ids: torch.Tensor) -> BranchUse | None:
@@ -88,12 +93,9 @@ def branch_use(student: PreTrainedModel, teacher: PreTrainedModel, ids: torch.Te
                 total += float(token_losses(student, row[None], piece=row.numel()).double().sum())
                 progress.update(i + 1, row.numel())
             loss[use] = total / ids[:, 1:].numel()
-    mass = mass_outside(teacher, ids, {m.layer_idx: m.options.window for m in mixers})  # type: ignore[attr-defined]
+    mass = mass_outside(teacher, ids, {m.layer_idx: window_of(m) for m in mixers})
     share = recurrent_share(student, mixers, ids)
-    layers = [
-        LayerUse(m.layer_idx, m.options.window, mass[m.layer_idx], share[m.layer_idx])  # type: ignore[attr-defined]
-        for m in mixers
-    ]
+    layers = [LayerUse(m.layer_idx, window_of(m), mass[m.layer_idx], share[m.layer_idx]) for m in mixers]
     return BranchUse(loss, layers, ids[:, 1:].numel(), ids.shape[1])
 
 
@@ -130,7 +132,7 @@ def recurrent_share(student: PreTrainedModel, mixers: list[Mixer], ids: torch.Te
             window, _ = mixer.mix(hidden_states, rope, None, None)
         pair = torch.stack([(both - window).square().sum(), both.square().sum()])
         sums[mixer.layer_idx] += pair.double().cpu()
-        return mixer.output(both.to(hidden_states.dtype)), None
+        return mixer.attend(hidden_states, **kwargs)
 
     with routed(mixers, route):
         for row in ids:

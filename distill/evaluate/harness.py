@@ -72,7 +72,7 @@ def run_harness(
     Raises:
         ConversionError: the harness is not installed, a task is unknown, or its data cannot be read.
     """
-    _check_installed()
+    check_tasks(tasks, data)
     results = {
         who: evaluate_model(model, tokenizer, tasks, data, limit, batch_size, seed) for who, model in models.items()
     }
@@ -92,7 +92,7 @@ def evaluate_model(
     seed: int = 0,
 ) -> dict[str, Any]:
     """The harness's own result for one model, given as an object or as a directory."""
-    _check_installed()
+    check_tasks(tasks, data)
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -122,12 +122,7 @@ def local_task(name: str, folder: Path) -> Any:
     from datasets import Dataset, DatasetDict
     from lm_eval.api.task import ConfigurableTask
 
-    if name not in LOCAL_TASKS:
-        raise ConversionError(f"no local definition of the task {name!r}; there are {', '.join(LOCAL_TASKS)}")
-    files = [folder / f"{stem}.jsonl" for stem in (name, *_FILE_NAMES.get(name, ()))]
-    file = next((f for f in files if f.is_file()), None)
-    if file is None:
-        raise ConversionError(f"{files[0]}: no such file; --tasks-data holds one JSONL file per task")
+    file = _task_file(name, folder)
     definition = yaml.safe_load((DEFINITIONS / f"{name}.yaml").read_text(encoding="utf-8"))
     rows = _rows(file)
 
@@ -135,6 +130,16 @@ def local_task(name: str, folder: Path) -> Any:
         return DatasetDict({"test": Dataset.from_list(rows)})
 
     return ConfigurableTask(config={**definition, "test_split": "test", "custom_dataset": dataset})
+
+
+def _task_file(name: str, folder: Path) -> Path:
+    if name not in LOCAL_TASKS:
+        raise ConversionError(f"no local definition of the task {name!r}; there are {', '.join(LOCAL_TASKS)}")
+    files = [folder / f"{stem}.jsonl" for stem in (name, *_FILE_NAMES.get(name, ()))]
+    file = next((f for f in files if f.is_file()), None)
+    if file is None:
+        raise ConversionError(f"{files[0]}: no such file; --tasks-data holds one JSONL file per task")
+    return file
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -166,9 +171,9 @@ def _task_scores(result: dict[str, Any], student: Metrics, teacher: Metrics) -> 
             if not more or metric not in student.get(task, {}):
                 continue
             count, chance = chances[task]
-            values = [m[task][metric] for m in (student, teacher)]
-            errors = [m[task].get(f"{metric}_stderr") for m in (student, teacher)]
-            scores.append(TaskScore(task, metric, *values, chance, count, *errors))
+            error, mine, theirs = f"{metric}_stderr", student[task], teacher[task]
+            numbers = mine[metric], theirs[metric], chance
+            scores.append(TaskScore(task, metric, *numbers, count, mine.get(error), theirs.get(error)))
     return scores
 
 
@@ -187,11 +192,22 @@ def _chances(result: dict[str, Any]) -> dict[str, tuple[int, float]]:
     return {**{task: (0, 0.0) for task in result["results"]}, **found}
 
 
-def _check_installed() -> None:
+def check_tasks(tasks: list[str], data: Path | None) -> None:
+    """Find out quickly what `run_harness` would find out late.
+
+    Raises:
+        ConversionError: the harness is not installed, or a local task has no definition or no file.
+    """
     try:
         import lm_eval  # noqa: F401
     except ImportError:
-        raise ConversionError("the standard tasks need lm-evaluation-harness: pip install 'linearize[eval]'") from None
+        raise ConversionError(
+            f"{', '.join(tasks)}: no question of this package; as standard tasks they need lm-evaluation-harness: "
+            "pip install 'linearize[eval]'"
+        ) from None
+    if data is not None:
+        for name in tasks:
+            _task_file(name, data)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def read_examples(file: Path, limit: int | None = None) -> list[Example]:
     """
     if not file.is_file():
         raise ConversionError(f"{file}: no such file; give JSONL with the fields context and continuation")
-    examples = []
+    examples: list[Example] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if limit is not None and len(examples) == limit:
             break

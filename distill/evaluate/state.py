@@ -25,6 +25,9 @@ from linearize.convert.calibration import routed
 from linearize.convert.mixers import Mixer
 from linearize.convert.surgery import student_mixers
 
+MATRICES = ("memory", "slot_keys")
+"""Names of the tensors that hold matrices, by which mixers' states are read."""
+
 UNDECAYED = 1 - 1e-4
 """A state that keeps more than this over the whole stretch has no measurable half-life."""
 
@@ -130,21 +133,25 @@ def _watch(
     empty = {**full, name: torch.zeros_like(full[name])}
     matrix = full[name][0]
     norm = matrix.float().norm(dim=(-2, -1)).clamp_min(1e-30)
+    unit = _log_unit(full)
     kept, start = [], fill
     for end in (fill + n for n in _checkpoints(hidden_states.shape[1] - fill)):
         full, empty = mix(start, end, full), mix(start, end, empty)
         left = (full[name] - empty[name])[0].float().norm(dim=(-2, -1))
-        kept.append((left / norm).tolist())
+        grown = torch.as_tensor(_log_unit(full) - unit).exp()
+        kept.append((left * grown / norm).tolist())
         start = end
     return name, matrix.cpu(), [list(head) for head in zip(*kept, strict=True)]
 
 
 def matrix_name(state: State) -> str | None:
-    """The tensor of a state that holds one matrix per head `[B, H, K, V]`; windows are `[B, W, H_kv, ·]`."""
-    if "memory" in state:
-        return "memory" if state["memory"].dim() == 4 else None
-    named = [name for name, tensor in state.items() if tensor.dim() == 4 and "window" not in name]
-    return named[0] if named else None
+    """The tensor of a state that holds one matrix per head `[B, H, K, V]`; None for states of another kind."""
+    return next((name for name in MATRICES if name in state and state[name].dim() == 4), None)
+
+
+def _log_unit(state: State) -> torch.Tensor | float:
+    """Logarithm `[H]` of what the matrices are kept in units of (mLSTM's running maximum), else 0."""
+    return state["maximum"][0].float() if "maximum" in state else 0.0
 
 
 def _checkpoints(stretch: int) -> list[int]:

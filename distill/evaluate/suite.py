@@ -22,13 +22,14 @@ from transformers import PreTrainedModel
 
 from linearize.convert.errors import ConversionError
 from linearize.distill.data import TokenBlocks
+from linearize.distill.evaluate.associative import MqarScore, score_mqar
 from linearize.distill.evaluate.branches import BranchUse, branch_use
-from linearize.distill.evaluate.harness import HarnessScore, run_harness
+from linearize.distill.evaluate.harness import HarnessScore, check_tasks, run_harness
 from linearize.distill.evaluate.language import LanguageScore, score_language
 from linearize.distill.evaluate.needle import NeedleScore, find_needles
 from linearize.distill.evaluate.positions import PositionScore, score_positions
 from linearize.distill.evaluate.recovery import TaskScore
-from linearize.distill.evaluate.retrieval import RetrievalScore, score_retrieval
+from linearize.distill.evaluate.retrieval import RetrievalScore, read_examples, score_retrieval
 from linearize.distill.evaluate.speed import SpeedScore, measure_speed
 from linearize.distill.evaluate.state import StateUse, state_use
 from linearize.distill.evaluate.text import evaluation_text
@@ -36,7 +37,7 @@ from linearize.distill.evaluate.text import evaluation_text
 FILE = "evaluation.json"
 """Where `linearize eval` keeps its result, inside the student's folder."""
 
-QUESTIONS = ("language", "positions", "branches", "state", "needle", "speed")
+QUESTIONS = ("language", "positions", "branches", "state", "mqar", "needle", "speed")
 """What is asked when nothing is chosen. `retrieval` needs a file, other names are tasks of the harness."""
 
 _PACKAGES = ("linearize", "torch", "triton", "transformers", "datasets", "lm-eval")
@@ -51,6 +52,7 @@ class Settings:
         context: tokens of one sequence.
         positions: length of the texts read for `positions`.
         position_texts: how many of them.
+        mqar_pairs, mqar_examples: numbers of pairs, and sequences for each.
         needle_lengths, needle_depths, needle_samples: the grid.
         speed_contexts: lengths of context.
         limit: questions per standard task and per retrieval file; None for all.
@@ -61,6 +63,8 @@ class Settings:
     context: int = 1024
     positions: int = 4096
     position_texts: int = 2
+    mqar_pairs: tuple[int, ...] = (4, 16, 32)
+    mqar_examples: int = 32
     needle_lengths: tuple[int, ...] = (256, 512, 1024)
     needle_depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     needle_samples: int = 4
@@ -122,6 +126,7 @@ class Evaluation:
     positions: PositionScore | None = None
     branches: BranchUse | None = None
     state: StateUse | None = None
+    mqar: MqarScore | None = None
     needle: NeedleScore | None = None
     retrieval: RetrievalScore | None = None
     speed: SpeedScore | None = None
@@ -195,7 +200,12 @@ def evaluate(
     seconds: dict[str, float] = {}
     ask = _askers(subject, models, settings)
     standard = [name for name in questions if name not in ask]
+    if "retrieval" in questions:
+        if subject.retrieval is None:
+            raise ConversionError("retrieval needs a file of questions; give one with --retrieval FILE.jsonl")
+        read_examples(subject.retrieval, 1)
     if standard:
+        check_tasks(standard, subject.tasks_data)
         ask["harness"] = lambda: run_harness(
             models, subject.tokenizer, standard, subject.tasks_data, settings.limit, settings.batch_size, settings.seed
         )
@@ -219,10 +229,7 @@ def _askers(subject: Subject, models: dict[str, PreTrainedModel], settings: Sett
         length = min(settings.positions, stream.numel())
         return stream[: stream.numel() // length * length].view(-1, length)[: settings.position_texts]
 
-    def retrieval() -> RetrievalScore:
-        if subject.retrieval is None:
-            raise ConversionError("retrieval needs a file of questions; give one with --retrieval FILE.jsonl")
-        return score_retrieval(student, teacher, subject.tokenizer, subject.retrieval, settings.limit)
+    fitting = tuple(length for length in settings.needle_lengths if length <= stream.numel())
 
     return {
         "language": lambda: score_language(
@@ -231,11 +238,16 @@ def _askers(subject: Subject, models: dict[str, PreTrainedModel], settings: Sett
         "positions": lambda: score_positions(student, teacher, texts()),
         "branches": lambda: branch_use(student, teacher, blocks(settings.tokens // 4).blocks),
         "state": lambda: state_use(student, blocks(settings.tokens).blocks[:2]),
+        "mqar": lambda: score_mqar(
+            student, teacher, settings.mqar_pairs, examples=settings.mqar_examples, seed=settings.seed
+        ),
         "needle": lambda: find_needles(
-            models, subject.tokenizer, stream, settings.needle_lengths, settings.needle_depths,
+            models, subject.tokenizer, stream, fitting or settings.needle_lengths, settings.needle_depths,
             samples=settings.needle_samples, seed=settings.seed,
         ),
-        "retrieval": retrieval,
+        "retrieval": lambda: score_retrieval(
+            student, teacher, subject.tokenizer, subject.retrieval or Path(), settings.limit
+        ),
         "speed": lambda: measure_speed(models, settings.speed_contexts, seed=settings.seed),
     }  # fmt: skip
 
@@ -249,7 +261,7 @@ def _all_tasks(answers: dict[str, Any], subject: Subject) -> list[TaskScore]:
             tasks.append(
                 TaskScore("language", "minus nats per token", -answer.loss, -answer.teacher_loss, chance, answer.tokens)
             )
-        elif isinstance(answer, (NeedleScore, RetrievalScore)):
+        elif isinstance(answer, (MqarScore, NeedleScore, RetrievalScore)):
             tasks += answer.tasks()
         elif isinstance(answer, HarnessScore):
             tasks += answer.tasks

@@ -162,12 +162,17 @@ def _comparison_rows(evaluations: list[Evaluation], width: int) -> Iterator[str]
     language = [e.language for e in evaluations]
     if known := next((s for s in language if s is not None), None):
         yield _row(
-            "perplexity", [*(_number(s and s.perplexity) for s in language), _number(known.teacher_perplexity)], width
+            "perplexity",
+            [*(_number(s.perplexity if s else None) for s in language), _number(known.teacher_perplexity)],
+            width,
         )
-        bytes_ = [*(_number(s and s.byte_perplexity) for s in language), _number(known.teacher_byte_perplexity)]
+        bytes_ = [
+            *(_number(s.byte_perplexity if s else None) for s in language),
+            _number(known.teacher_byte_perplexity),
+        ]
         yield _row("perplexity per byte", bytes_, width)
         for name in ("kl", "top1_agreement", "top5_agreement"):
-            yield _row(name, [_number(s and getattr(s, name)) for s in language], width)
+            yield _row(name, [_number(getattr(s, name) if s else None) for s in language], width)
     branches = [e.branches for e in evaluations]
     if any(branches):
         for use in USES[1:]:

@@ -289,6 +289,19 @@ def test_half_lives_are_those_of_the_decays() -> None:
     assert state_use(build_student(teacher_model(), "swa"), ids) is None
 
 
+def test_half_lives_do_not_depend_on_the_units_of_a_state() -> None:
+    """mLSTM keeps its matrices divided by a running maximum of its input gates."""
+    torch.manual_seed(0)
+    student = build_student(teacher_model(), "mlstm", window=0).eval()
+    with torch.no_grad():
+        for mixer in student_mixers(student):
+            mixer.recurrence.key_weight.normal_(std=2)  # type: ignore[union-attr, operator]
+    use = state_use(student, ids_of(1, 96), stretch=48)
+    forget = 15 * torch.tanh(student_mixers(student)[0].recurrence.forget_bias / 15)  # type: ignore[operator, union-attr]
+    known = (math.log(2) / -torch.nn.functional.logsigmoid(forget)).tolist()
+    assert use is not None and use.layers[0].half_life == pytest.approx(known, rel=2e-3)
+
+
 def test_the_state_is_the_one_the_cache_holds() -> None:
     student, ids = moved_student(), ids_of(1, 60)
     use = state_use(student, ids, stretch=20)

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from linearize.convert.errors import ConversionError
+from linearize.distill.evaluate.associative import score_mqar
+from linearize.distill.evaluate.mqar import Task, make_batch
 from linearize.distill.evaluate.needle import CHANCE, DIGITS, Cell, NeedleScore, find_needles, needle_prompt
 from linearize.distill.evaluate.retrieval import answer_ids, read_examples, retrieve, score_retrieval
 from tests.distill.test_evaluate import VOCABULARY, byte_tokenizer, ids_of, moved_student, teacher_model
@@ -173,3 +175,19 @@ def test_the_key_value_file_is_understood(tokenizer: Any) -> None:
     for example in examples[:20]:
         assert f'"{example.continuation}"' in example.context and example.context.endswith(' "')
         assert 0.01 < example.chance < 0.1
+
+
+# ---------------------------------------------------------------------- MQAR
+
+
+def test_mqar_asks_both_models_the_same() -> None:
+    score = score_mqar(teacher_model(), teacher_model(), (2, 5), length=40, examples=6)
+    assert score.student == score.teacher and score.pairs == [2, 5]
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = make_batch(Task(VOCABULARY, 40, (2, 5), ()), 6, 2, generator)
+    with torch.no_grad():
+        right = (teacher_model()(ids, use_cache=False).logits.argmax(-1) == labels)[labels >= 0]
+    assert score.teacher[0] == pytest.approx(float(right.float().mean()))
+    first, second = score.tasks()
+    assert (first.chance, second.chance, first.samples, second.samples) == (0.5, 0.2, 12, 30)
+    assert score_mqar(moved_student(), teacher_model(), (2, 5), 40, 6).teacher == score.teacher

@@ -24,7 +24,7 @@ from tests.distill.test_evaluate import byte_tokenizer, ids_of, moved_student, t
 
 SMALL = Settings(
     tokens=512, context=64, positions=100, needle_lengths=(256,), needle_depths=(0.5,), needle_samples=1,
-    speed_contexts=(16,),
+    speed_contexts=(16,), mqar_pairs=(3,), mqar_examples=4,
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_all_questions_are_answered_and_kept(whole: Evaluation, tmp_path: Path) 
     assert data["conditions"]["date"] == "2020-01-02" and data["conditions"]["settings"]["tokens"] == 512
     assert data["conditions"]["mixers"] == ["rodimus"] * 2
     names = [task["task"] for task in data["tasks"]]
-    assert names == ["language", *(n for n in names if n.startswith("needle"))] and len(names) == 3
+    assert names == ["language", "mqar, 3 pairs", "needle, easy", "needle, standard"]
     language = data["tasks"][0]
     share = (language["student"] - language["chance"]) / (language["teacher"] - language["chance"])
     assert language["recovery"] is None or language["recovery"] == pytest.approx(share)
