@@ -78,11 +78,10 @@ class GateProjection(nn.Module):
         if rank:
             self.projection: nn.Module = LowRank(spec.hidden_size, rank, heads, spec.head_dim, bias)
             return
-        self.projection = nn.Sequential(
-            nn.Linear(spec.hidden_size, heads * spec.head_dim), nn.Unflatten(-1, (heads, spec.head_dim))
-        )
-        nn.init.zeros_(self.projection[0].weight)
-        nn.init.constant_(self.projection[0].bias, bias)
+        full = nn.Linear(spec.hidden_size, heads * spec.head_dim)
+        nn.init.zeros_(full.weight)
+        nn.init.constant_(full.bias, bias)
+        self.projection = nn.Sequential(full, nn.Unflatten(-1, (heads, spec.head_dim)))
 
     @torch.no_grad()
     def start_at(self, gates: torch.Tensor) -> None:

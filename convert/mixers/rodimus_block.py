@@ -99,7 +99,8 @@ class RodimusBlockRecurrence(Recurrence):
         v = torch.sigmoid(self.value_up(self.value_down(x))) * x
         log_decay, log_input = tempered(*self.gates(inside).chunk(2, -1))
         k = F.normalize(k, dim=-1, eps=1e-12) * log_input.exp()
-        o, memory = tokens.linear_attention(*(t[:, :, None] for t in (q, k, v, log_decay)), state)
+        q, k, v, log_decay = (t[:, :, None] for t in (q, k, v, log_decay))
+        o, memory = tokens.linear_attention(q, k, v, log_decay, state)
         y = o[:, :, 0] + self.feedthrough * inside
         return F.rms_norm(y * F.silu(z), (self.inner,), self.norm, 1e-5), {"memory": memory, "conv": past}
 

@@ -28,13 +28,13 @@ from linearize.convert.calibration import CalibrationSample, least_squares
 from linearize.convert.errors import ConversionError
 from linearize.convert.mixers.base import Rope, register
 from linearize.convert.mixers.rodimus import Rodimus, RodimusOptions
-from linearize.convert.mixers.ska import SharedKeyAttention
+from linearize.convert.mixers.ska import SharedKeyAttention, SharedKeyOptions
 from linearize.convert.mixers.window import window_mix
 
 NORM_NAMES = ("input_layernorm", "attention_norm", "ln_1", "norm1")
 
 
-class RodimusPlusOptions(RodimusOptions):
+class RodimusPlusOptions(RodimusOptions, SharedKeyOptions):
     """Options of `rodimus++`."""
 
     window: int = Field(64, ge=1, description="keys that the shared-key attention sees, the token's own included")
@@ -61,13 +61,14 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
     name = "rodimus++"
     Options = RodimusPlusOptions
     options: RodimusPlusOptions
-    float32_modules = ("gates", "branch", "maps", "shared_key")
+    float32_modules = ("gates", "branch", "maps", "shared_key")  # type: ignore[assignment]
+    branch: Any
 
     def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: RodimusPlusOptions) -> None:
         super().__init__(spec, attention, layer_idx, options)
         if isinstance(self.get_submodule(spec.output_name), nn.Identity):
             raise ConversionError("rodimus++ takes the place of whole layers; choose another mixer for some heads")
-        self.branch = cast(Any, Hops(spec))
+        self.branch = Hops(spec)
         self.hop_norm: nn.Module = nn.Identity()
         self.__dict__["stream"] = None
         self.__dict__["second_hop"] = None
@@ -148,8 +149,9 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
         hop = self.output(first.to(hidden_states.dtype))
         self.__dict__["first_hop"] = hop
         stream = self.stream
-        inside = stream is not None and stream.shape == hidden_states.shape
-        x = self.hop_norm(stream + hop) if inside else hidden_states
+        x = hidden_states
+        if stream is not None and stream.shape == x.shape:
+            x = self.hop_norm(stream + hop)
         q, k, v = self.project(x)
         q, k = (t.to(v.dtype) for t in self.shared_key(q, k))
         q, k = self.rotate(q, k, rope)
