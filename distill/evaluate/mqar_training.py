@@ -91,8 +91,11 @@ def small_model(to: str, task: Task, training: Training) -> PreTrainedModel:
         num_hidden_layers=training.layers,
         num_attention_heads=training.heads,
         max_position_embeddings=task.length,
-        initializer_range=training.width**-0.5,  # 0.02 leaves so narrow a model on its first plateau for long
-        tie_word_embeddings=True,
+        # What a previous-token head needs to form soon: biases of q and k, fast rotations, weights that are not tiny.
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000.0},
+        initializer_range=training.width**-0.5,
+        tie_word_embeddings=False,
     )
     plan = make_plan(training.layers, to)
     layers = tuple(_with_window(layer, training.window) for layer in plan.layers)

@@ -90,3 +90,13 @@ def test_training_stops_when_it_is_enough_and_keeps_the_better_rate() -> None:
     outcome = train_on_mqar("gla", TASK, training)
     assert outcome.steps == 2 and outcome.learning_rate == 1e-3 and math.isfinite(outcome.loss)
     assert outcome.state_bytes == 2 * 16 * 16 * 4 and outcome.parameters > 64 * 16
+
+
+def test_a_small_model_learns_to_recall() -> None:
+    """A short convolution puts a key beside its value, softmax finds it: half of the answers by chance, then nearly all."""
+    task = Task(vocabulary=64, length=32, pairs=(2,), easier=(), repeats=12)
+    training = Training(
+        width=64, steps=1500, batch_size=32, learning_rates=(5e-3,), weight_decay=0.0, measure_every=50, enough=0.93
+    )
+    outcome = train_on_mqar("mamba2:0,softmax:1", task, training)
+    assert outcome.accuracy[2] >= 0.93 and outcome.steps < 1500
