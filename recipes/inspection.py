@@ -158,7 +158,10 @@ def _entry(kind: str, mixer: type[Mixer] | type[ChannelMixer]) -> dict[str, Any]
         "kind": kind,
         "about": (mixer.__doc__ or "").strip().splitlines()[0],
         "options": {
-            option: {"default": field.default, "description": field.description or ""}
+            option: {
+                "default": None if field.is_required() else field.get_default(call_default_factory=True),
+                "description": field.description or "",
+            }
             for option, field in mixer.Options.model_fields.items()
         },
     }
