@@ -202,7 +202,7 @@ def _number(value: float | None) -> str:
 
 
 def _row(label: str, cells: list[str], width: int) -> str:
-    return f"{label:28s}" + "".join(f"{cell:>{width}s}" for cell in cells)
+    return f"{label:38s}" + "".join(f"{cell:>{width}s}" for cell in cells)
 
 
 def comparison_json(names: list[str], evaluations: list[Evaluation]) -> dict[str, object]:
