@@ -37,6 +37,11 @@ class Seen:
         """cos and sin of the tokens' positions."""
         return self.arguments.get("position_embeddings")
 
+    @property
+    def cu_seqlens(self) -> torch.Tensor | None:
+        """Borders of the documents, where rows are not running text."""
+        return self.arguments.get("cu_seq_lens_q")
+
 
 def watch_attention(reference: Reference, input_ids: torch.Tensor) -> dict[int, Seen]:
     """Run the teacher over `input_ids` `[B, T]`; what the attention saw in each layer that has a mixer now."""

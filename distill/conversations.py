@@ -15,7 +15,7 @@ import torch
 
 from linearize.convert.errors import ConversionError
 from linearize.distill.data import TokenBlocks
-from linearize.distill.objectives import IGNORED
+from linearize.distill.layout import IGNORED
 
 Messages = list[dict[str, str]]
 

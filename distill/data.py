@@ -1,109 +1,74 @@
-"""Text to token blocks: reading, splitting off the held-out part, tokenising, packing."""
+"""Text to token blocks: tokenising, packing, mixing, and the order in which blocks are visited."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+import math
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from linearize.convert.errors import ConversionError
+from linearize.distill.layout import IGNORED
+from linearize.distill.reading import Corpus, Stream
+from linearize.distill.token_cache import cached, fingerprint, text_hash
 
-DOCUMENT_SEPARATOR = "<|endoftext|>"
-HELD_OUT_SHARE = 0.1
+Documents = Literal["joined", "packed", "padded"]
+"""What becomes of the borders of documents. joined: nothing, rows are running text. packed: rows are full, and the
+documents in one do not see each other. padded: every document begins a row of its own."""
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Documents to train on and documents kept for measuring.
+class Tokens:
+    """A stream of token ids.
 
     Attributes:
-        source: what the text is, for the card.
+        ids: `[N]` int32.
+        starts: `[D]` int64, where documents begin.
     """
 
-    source: str
-    train: list[str]
-    heldout: list[str]
+    ids: torch.Tensor
+    starts: torch.Tensor
+
+    def blocks(self, length: int, documents: Documents = "joined", what: str = "the text") -> TokenBlocks:
+        """Cut into rows of `length` tokens.
+
+        Raises:
+            ConversionError: it is shorter than one row.
+        """
+        if documents == "joined":
+            return TokenBlocks(self.ids, length, what)
+        if documents == "padded":
+            rows = self._padded(length)
+        else:
+            _refuse_short(self.ids.numel(), length, what)
+            count = self.ids.numel() // length
+            labels = self.ids.clone()
+            labels[self.starts] = IGNORED
+            rows = torch.stack([x[: count * length].view(count, length) for x in (self.ids, labels)], 1)
+            rows[:, 1, 0] = IGNORED  # the rest of a document that the row before began
+        return DocumentBlocks(rows, length)
+
+    def _padded(self, length: int) -> torch.Tensor:
+        rows = []
+        ends = [*self.starts[1:].tolist(), self.ids.numel()]
+        for start, end in zip(self.starts.tolist(), ends, strict=True):
+            for piece in self.ids[start:end].split(length):
+                if len(piece) > 1:
+                    row = torch.stack([torch.zeros(length), torch.full((length,), IGNORED)]).int()
+                    row[:, : len(piece)] = piece
+                    row[1, 0] = IGNORED
+                    rows.append(row)
+        if not rows:
+            raise ConversionError("no document has two tokens; give more text")
+        return torch.stack(rows)
 
 
-def read_corpus(source: str | Path) -> Corpus:
-    """Read a text file, a `.jsonl` file with a `text` field, a folder of either, a saved dataset or a Hub dataset.
-
-    The last tenth (by characters) is held out. In text files, `<|endoftext|>` separates documents.
-
-    Raises:
-        ConversionError: nothing of the kind is there, or it holds no text.
-    """
-    path = Path(source).expanduser()
-    if path.is_file():
-        documents = list(_read_file(path))
-    elif path.is_dir() and (path / "dataset_info.json").is_file() | (path / "dataset_dict.json").is_file():
-        documents = _read_dataset(str(path), saved=True)
-    elif path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".md", ".jsonl", ".py", ".rst"))
-        documents = [document for file in files for document in _read_file(file)]
-    elif str(source).startswith((".", "/", "~")) or path.suffix in (".txt", ".jsonl"):
-        raise ConversionError(f"--data {source}: no such file or folder")
-    else:
-        documents = _read_dataset(str(source), saved=False)
-    documents = [d for d in documents if d.strip()]
-    if not documents:
-        raise ConversionError(f"--data {source} holds no text")
-    return Corpus(str(source), *split_heldout(documents))
-
-
-def split_heldout(documents: list[str], share: float = HELD_OUT_SHARE) -> tuple[list[str], list[str]]:
-    """Cut off the last `share` of the characters; the document at the cut is divided."""
-    cut = int(sum(map(len, documents)) * (1 - share))
-    train: list[str] = []
-    for i, document in enumerate(documents):
-        if len(document) > cut:
-            head, tail = document[:cut], document[cut:]
-            return train + [head] * bool(head), [tail, *documents[i + 1 :]]
-        train.append(document)
-        cut -= len(document)
-    return train, []
-
-
-def _read_file(path: Path) -> Iterator[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConversionError(f"--data {path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
-    if path.suffix == ".jsonl":
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                try:
-                    yield json.loads(line)["text"]
-                except (ValueError, KeyError, TypeError):
-                    raise ConversionError(
-                        f"--data {path}, line {number}: not a JSON object with a 'text' field"
-                    ) from None
-    else:
-        yield from (part.strip("\n") for part in text.split(DOCUMENT_SEPARATOR))
-
-
-def _read_dataset(name: str, saved: bool) -> list[str]:
-    import datasets  # slow to import, seldom needed
-
-    try:
-        loaded = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConversionError(f"--data {name} is no file, folder or reachable dataset: {reason}") from None
-    split = loaded["train"] if isinstance(loaded, dict) and "train" in loaded else loaded
-    if isinstance(split, dict):
-        split = next(iter(split.values()))
-    if "text" not in split.column_names:
-        raise ConversionError(f"--data {name} has no column 'text' (its columns: {', '.join(split.column_names)})")
-    return list(split["text"])
-
-
-def tokenize(documents: Iterable[str], tokenizer: Any, limit: int | None = None) -> torch.Tensor:
-    """One stream of token ids, documents marked as the tokenizer marks them; stops after `limit` tokens.
+def read_tokens(documents: Iterable[str], tokenizer: Any, limit: int | None = None) -> Tokens:
+    """Token ids of documents, each marked as the tokenizer marks them; stops after `limit` tokens.
 
     A tokenizer that adds no special token of its own gets its bos (else its eos) in front of every document.
     """
@@ -111,23 +76,53 @@ def tokenize(documents: Iterable[str], tokenizer: Any, limit: int | None = None)
     if tokenizer("a").input_ids[:1] != [tokenizer.bos_token_id]:
         marker = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         mark = [marker] if marker is not None else []
-    ids: list[int] = []
+    ids, starts = array("i"), array("q")
     for document in documents:
-        ids += mark + tokenizer(document, verbose=False).input_ids
+        starts.append(len(ids))
+        ids.extend(mark + tokenizer(document, verbose=False).input_ids)
         if limit is not None and len(ids) >= limit:
-            return torch.tensor(ids[:limit])
-    return torch.tensor(ids, dtype=torch.long)
+            break
+    found = torch.from_numpy(np.array(ids, dtype=np.int32))[:limit]
+    return Tokens(found, torch.from_numpy(np.array(starts, dtype=np.int64)))
+
+
+def cached_tokens(corpus: Corpus, tokenizer: Any, limit: int) -> Tokens:
+    """The training text of a corpus as `read_tokens` gives it, kept on disk (`token_cache`)."""
+    if isinstance(corpus.train, Stream) and corpus.identity is None:
+        return read_tokens(corpus.train, tokenizer, limit)
+    text = corpus.identity or text_hash(corpus.train)
+    made = cached(
+        f"{fingerprint(tokenizer)} {text} {limit}",
+        lambda: vars(read_tokens(corpus.train, tokenizer, limit)),
+        lambda tensors: tensors["ids"].numel(),
+    )
+    return Tokens(**made)
+
+
+def tokenize(documents: Iterable[str], tokenizer: Any, limit: int | None = None) -> torch.Tensor:
+    """The ids of `read_tokens`, `[N]` int64."""
+    return read_tokens(documents, tokenizer, limit).ids.long()
+
+
+def _refuse_short(tokens: int, length: int, what: str) -> None:
+    if tokens < length:
+        raise ConversionError(
+            f"{what} is too short: {tokens} tokens, one sequence has {length}; give more text or a smaller --context"
+        )
 
 
 class TokenBlocks:
-    """A token stream cut into blocks of `length`, visited in an order that is a pure function of seed and step."""
+    """A token stream cut into blocks of `length`, visited in an order that is a pure function of seed and step.
+
+    Attributes:
+        apart: whether blocks are documents that must not see each other, ids and labels (see `layout`).
+    """
+
+    apart = False
 
     def __init__(self, stream: torch.Tensor, length: int, what: str = "the text") -> None:
+        _refuse_short(stream.numel(), length, what)
         count = stream.numel() // length
-        if count == 0:
-            raise ConversionError(
-                f"{what} is too short: {stream.numel()} tokens, one sequence has {length}; give more text or a smaller --context"
-            )
         self.blocks = stream[: count * length].view(count, length)
         self.length = length
 
@@ -146,7 +141,7 @@ class TokenBlocks:
         for position in range(step * size, (step + 1) * size):
             epoch, index = divmod(position, len(self))
             order.append(int(self._permutation(epoch, seed)[index]))
-        return self.blocks[order]
+        return self.blocks[order].long()
 
     def _permutation(self, epoch: int, seed: int) -> torch.Tensor:
         key = (epoch, seed)
@@ -154,3 +149,31 @@ class TokenBlocks:
             generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
             self._cached = (key, torch.randperm(len(self), generator=generator))
         return self._cached[1]
+
+
+class DocumentBlocks(TokenBlocks):
+    """Rows of documents that are kept apart.
+
+    Args:
+        rows: `[N, 2, length]` of ids and labels, `IGNORED` where a document begins and at padding.
+    """
+
+    apart = True
+
+    def __init__(self, rows: torch.Tensor, length: int) -> None:
+        self.blocks, self.length = rows, length
+
+
+def mixture(parts: list[tuple[TokenBlocks, float]], count: int) -> TokenBlocks:
+    """About `count` blocks of several sources, in proportion to their shares; short sources are repeated.
+
+    Args:
+        parts: blocks of one length, each with its share of the whole.
+    """
+    chosen = []
+    for blocks, share in parts:
+        wanted = max(1, round(count * share))
+        chosen.append(blocks.blocks.repeat(math.ceil(wanted / len(blocks)), *[1] * (blocks.blocks.dim() - 1))[:wanted])
+    first = parts[0][0]
+    together = torch.cat(chosen)
+    return DocumentBlocks(together, first.length) if first.apart else TokenBlocks(together.flatten(), first.length)

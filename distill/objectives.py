@@ -9,11 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from linearize.distill.layout import IGNORED
 from linearize.distill.reference import Head, Reference, last_hidden
 from linearize.kernels.linear_loss import linear_cross_entropy, linear_kl
-
-IGNORED = -100
-"""Label of tokens that do not count."""
 
 _SLICE_ELEMENTS = 2**22
 

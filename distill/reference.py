@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from linearize.convert.errors import ConversionError
 from linearize.convert.surgery import as_teacher, student_channel_mixers, student_mixers
+from linearize.distill import layout
 from linearize.distill.adapters import adapters_off
 
 
@@ -67,8 +68,8 @@ def teacher_logits(student: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def last_hidden(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """What the head reads, `[B, T, D]`."""
-    return model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+    """What the head reads, `[B, T, D]`; documents apart where `layout` says so."""
+    return model.get_decoder()(input_ids=input_ids, use_cache=False, **layout.arguments()).last_hidden_state
 
 
 @dataclass(frozen=True)

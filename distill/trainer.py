@@ -7,6 +7,7 @@ Every process knows the whole batch and computes the loss of its rows; weights m
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from linearize.convert.attention_spec import find_layers
@@ -24,9 +26,9 @@ from linearize.convert.errors import ConversionError
 from linearize.distill import processes
 from linearize.distill.data import TokenBlocks
 from linearize.distill.diagnosis import first_nonfinite
+from linearize.distill.layout import IGNORED, apart
 from linearize.distill.loss_log import LossLog, Tracker
 from linearize.distill.memory import memory_in_use
-from linearize.distill.objectives import IGNORED
 from linearize.distill.placement import Groups, Placement, place
 from linearize.distill.progress import meter
 from linearize.distill.schedules import RateSchedule, Schedule
@@ -158,7 +160,7 @@ class _Loop:
         total = torch.zeros((), device=placement.device)
         for number, part in enumerate(parts):
             with placement.micro_batch(number + 1 == len(parts)), processes.part_of_batch(part.share):
-                loss = placement.objective(part.rows.to(placement.device)) * part.weight
+                loss = self.loss(part) * part.weight
                 placement.backward(loss)
             total += loss.detach()
         value = float(processes.summed(total) / processes.count())
@@ -166,6 +168,13 @@ class _Loop:
         if not math.isfinite(norm):
             self.stop(step, batch, parts, "gradient" if math.isfinite(value) else "loss", norm)
         return value
+
+    def loss(self, part: Part) -> torch.Tensor:
+        rows, objective = part.rows.to(self.placement.device), self.placement.objective
+        if not self.data.apart:
+            return objective(rows)
+        with apart(rows) as batch:
+            return objective(batch)
 
     def stop(self, step: int, batch: torch.Tensor, parts: list[Part], what: str, value: float) -> None:
         """Name where a number that is not finite came from, and keep the batch."""
@@ -188,7 +197,7 @@ class _Loop:
 
     def _again(self, part: Part) -> None:
         with processes.part_of_batch(part.share):
-            self.placement.objective(part.rows.to(self.placement.device))
+            self.loss(part)
 
     def _saved(self, step: int) -> int:
         every = self.config.save_every or max(1, math.ceil(self.config.steps / 10))
@@ -243,13 +252,15 @@ def _curve(state_file: Path, start: int, config: LoopConfig) -> Iterator[LossLog
 def _checkpointed(objective: nn.Module, wanted: bool) -> Iterator[None]:
     """Context: the student's blocks make their activations again in the backward pass."""
     student = _student(objective) if wanted else None
+    remake = functools.partial(checkpoint, use_reentrant=False)
+    # not through transformers' public switch, which would leave a hook on the embeddings that only reentrant ones need
     if student is not None:
-        student.gradient_checkpointing_enable({"use_reentrant": False})
+        student._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=remake)
     try:
         yield
     finally:
         if student is not None:
-            student.gradient_checkpointing_disable()
+            student._set_gradient_checkpointing(enable=False)
 
 
 @contextmanager

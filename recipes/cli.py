@@ -11,7 +11,12 @@ from typing import Any
 import linearize.recipes.commands  # noqa: F401  registers every command
 from linearize.recipes.commands.app import EXIT_BAD_INPUT, EXIT_STOPPED, app, convert_app
 
-QUIET = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+QUIET = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # DDP's remark that every parameter was used
+}
 """Set before the libraries are imported, which a command does when it needs them: `--help` does not."""
 
 

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from linearize.convert.checkpoint import load_teacher, load_tokenizer
 from linearize.convert.errors import ConversionError
 from linearize.convert.export import RECORD
-from linearize.distill.data import read_corpus, tokenize
+from linearize.distill.data import tokenize
 from linearize.distill.evaluate.suite import QUESTIONS, Evaluation, Settings, Subject, evaluate
 from linearize.distill.progress import say
+from linearize.distill.reading import Source, read_corpus
 from linearize.recipes.python_corpus import documents
 from linearize.recipes.teachers import resolve_teacher
 
@@ -60,7 +61,7 @@ def evaluate_directory(
             f"{source.label} has {loaded.config.vocab_size} tokens, the student {student.config.vocab_size}: "
             "it is not its teacher"
         )
-    label, texts = heldout_text(data, recipe.get("data"))
+    label, texts = heldout_text(data, recipe.get("data"), recipe.get("streaming", False))
     stream = tokenize(texts, tokenizer)
     if stream.numel() < 2:
         raise ConversionError(f"{label} is too short to measure on; give more text with --data")
@@ -82,7 +83,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     return json.loads((folder / RECORD).read_text(encoding="utf-8"))
 
 
-def heldout_text(data: str | None, converted_on: str | None) -> tuple[str, list[str]]:
+def heldout_text(data: str | None, converted_on: Source, streaming: bool = False) -> tuple[str, list[str]]:
     """What the text is, and its documents: none that the student was trained on.
 
     Args:
@@ -92,6 +93,9 @@ def heldout_text(data: str | None, converted_on: str | None) -> tuple[str, list[
         corpus = read_corpus(data)
         return corpus.source, [*corpus.train, *corpus.heldout]
     if converted_on is not None:
-        corpus = read_corpus(converted_on)
-        return f"the last tenth of {corpus.source}", corpus.heldout
+        corpus = read_corpus(converted_on, streaming)
+        return (
+            f"the held-out part of {corpus.source}" if streaming else f"the last tenth of {corpus.source}",
+            corpus.heldout,
+        )
     return f"held-out modules of the standard library of Python {platform.python_version()}", documents("heldout")

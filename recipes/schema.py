@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from linearize.convert.errors import ConversionError
+from linearize.distill.data import Documents
 from linearize.distill.loss_log import Tracker
 from linearize.distill.stages import STAGES, AnyStage
 
@@ -34,7 +35,15 @@ class Recipe(BaseModel):
     ffn: str | None = Field(None, description="channel mixer that replaces the MLPs (`linearize list`)")
     ffn_options: dict[str, Any] = Field(default_factory=dict, description="options of the channel mixer")
     keep_softmax: str | None = Field(None, description="layers that keep their attention: '0,3' or '25%'")
-    data: str | None = Field(None, description="text, JSONL, folder or dataset; none: Python's standard library")
+    data: str | dict[str, float] | None = Field(
+        None, description="text, JSONL, folder or dataset, or several with shares; none: Python's standard library"
+    )
+    documents: Documents = Field(
+        "joined",
+        description="joined: rows are running text; packed: documents do not see each other; padded: one a row",
+    )
+    streaming: bool = Field(False, description="read documents as they are needed, never all of them")
+    token_cache: bool = Field(True, description="keep long texts' tokens in the user's cache folder")
     context: int = Field(512, ge=2, description="tokens per training sequence")
     heldout_context: int | None = Field(
         None, ge=2, description="tokens per measured sequence; none: the teacher's longest, at most 1024"

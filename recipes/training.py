@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from linearize.convert.surgery import new_parameters
-from linearize.distill.data import Corpus, TokenBlocks, tokenize
+from linearize.distill.data import Documents, TokenBlocks, Tokens, cached_tokens, mixture, read_tokens, tokenize
 from linearize.distill.evaluate.language import LanguageScore, score_language
 from linearize.distill.memory import peak_memory
 from linearize.distill.parameters import describe_manifest, manifest
 from linearize.distill.progress import say
+from linearize.distill.reading import Corpus, Source, shares_of
 from linearize.distill.reference import Reference
 from linearize.distill.stages import Stage, Workbench
 from linearize.distill.trainer import LoopConfig, train
@@ -25,6 +27,9 @@ from linearize.recipes.workspace import Workspace
 
 _MEASURED = 1024
 """Tokens per measured sequence unless the recipe says, or the teacher reads fewer."""
+
+_DOCUMENTS = 20_000
+"""Of a stream, as many are made into examples."""
 
 
 class StageData:
@@ -37,22 +42,22 @@ class StageData:
     def __init__(self, recipe: Recipe, stages: list[Stage], tokenizer: Any, longest: int) -> None:
         self.recipe, self.tokenizer, self.longest = recipe, tokenizer, longest
         self._corpora: dict[str | None, Corpus] = {}
-        self._blocks: dict[tuple[str | None, int], TokenBlocks] = {}
-        self.corpus = self._corpus(recipe.data)
-        wanted = {(recipe.data, min(recipe.context, longest)): recipe.calibration_tokens}
-        running = [stage for stage in stages if not stage.examples]
-        for stage in running:
-            key = self._key(stage)
-            wanted[key] = max(wanted.get(key, 0), stage.tokens)
-        for (source, length), tokens in wanted.items():
-            corpus = self._corpus(source)
-            ids = tokenize(corpus.train, tokenizer, tokens + length)
-            self._blocks[source, length] = TokenBlocks(ids, length, f"the training text ({corpus.source})")
-        self.calibration = self._blocks[recipe.data, min(recipe.context, longest)]
-        measured = min(recipe.heldout_context or _MEASURED, longest)
-        ids = tokenize(self.corpus.heldout, tokenizer)
-        blocks = TokenBlocks(ids, min(measured, max(2, ids.numel())), "the held-out text")
-        self.heldout = blocks.spread(recipe.heldout_tokens)
+        self._blocks: dict[tuple[str, int], TokenBlocks] = {}
+        self.corpus = open_corpus(recipe.data, recipe.seed, streaming=recipe.streaming)
+        length = min(recipe.context, longest)
+        first = repr(recipe.data), length
+        wanted: dict[tuple[str, int], tuple[Source, int]] = {first: (recipe.data, recipe.calibration_tokens)}
+        for stage in (stage for stage in stages if not stage.examples):
+            source, before = wanted.get(self._key(stage), (stage.data or recipe.data, 0))
+            wanted[self._key(stage)] = source, max(before, stage.tokens)
+            if recipe.documents != "joined" and stage.tokens:
+                stage.check_documents()
+        for key, (source, tokens) in wanted.items():
+            self._blocks[key] = self._cut(source, tokens + key[1], key[1], recipe.documents)
+        self.calibration = self._blocks[first]
+        if recipe.documents != "joined":
+            self.calibration = self._cut(recipe.data, recipe.calibration_tokens + length, length, "joined")
+        self.heldout = self._heldout(min(recipe.heldout_context or _MEASURED, longest))
         self._examples = {s.label: self._load(s, i) for i, s in enumerate(stages) if s.examples and s.tokens}
 
     def of(self, stage: Stage) -> TokenBlocks:
@@ -64,18 +69,49 @@ class StageData:
         length = min(length, max(self.recipe.context, stage.tokens))  # one sequence is at most all of the stage
         return length if stage.beyond_teacher else min(length, self.longest)
 
-    def _key(self, stage: Stage) -> tuple[str | None, int]:
-        return stage.data or self.recipe.data, self._length(stage)
+    def _key(self, stage: Stage) -> tuple[str, int]:
+        return repr(stage.data or self.recipe.data), self._length(stage)
+
+    def _cut(self, source: Source, tokens: int, length: int, documents: Documents) -> TokenBlocks:
+        """At least `tokens` tokens of training text, if there are as many."""
+        parts = []
+        for name, share in _shares(source).items():
+            corpus = self._corpus(name)
+            read = self._read(corpus, math.ceil(tokens * share) + (length if share < 1 else 0))
+            parts.append((read.blocks(length, documents, f"the training text ({corpus.source})"), share))
+        return parts[0][0] if len(parts) == 1 else mixture(parts, math.ceil(tokens / length))
+
+    def _read(self, corpus: Corpus, limit: int) -> Tokens:
+        if not self.recipe.token_cache:
+            return read_tokens(corpus.train, self.tokenizer, limit)
+        return cached_tokens(corpus, self.tokenizer, limit)
+
+    def _heldout(self, length: int) -> TokenBlocks:
+        """Held-out text of every source, by its share."""
+        chosen = []
+        for name, share in _shares(self.recipe.data).items():
+            ids = tokenize(self._corpus(name).heldout, self.tokenizer)
+            blocks = TokenBlocks(ids, min(length, max(2, ids.numel())), "the held-out text")
+            chosen.append(blocks.spread(math.ceil(self.recipe.heldout_tokens * share)))
+        length = min(blocks.length for blocks in chosen)
+        return TokenBlocks(torch.cat([blocks.blocks[:, :length].flatten() for blocks in chosen]), length)
 
     def _corpus(self, source: str | None) -> Corpus:
+        if source == self.recipe.data:
+            return self.corpus
         if source not in self._corpora:
-            self._corpora[source] = open_corpus(source, self.recipe.seed)
+            self._corpora[source] = open_corpus(source, self.recipe.seed, streaming=self.recipe.streaming)
         return self._corpora[source]
 
     def _load(self, stage: Stage, index: int) -> TokenBlocks:
         length = self._length(stage)
         count = max(1, math.ceil(stage.tokens / length))
-        return stage.load_examples(self.corpus.train, self.tokenizer, length, count, self.recipe.seed + index)
+        documents = list(islice(self.corpus.train, _DOCUMENTS if self.recipe.streaming else None))
+        return stage.load_examples(documents, self.tokenizer, length, count, self.recipe.seed + index)
+
+
+def _shares(source: Source) -> dict[Any, float]:
+    return shares_of(source) if isinstance(source, dict) else {source: 1.0}
 
 
 @dataclass

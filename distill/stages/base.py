@@ -88,7 +88,7 @@ class Stage(BaseModel):
     tokens: int = Field(100_000, ge=0, description="tokens to train on; 0 skips the stage")
     batch_size: int | None = Field(None, ge=1, description="sequences per step; none: by the number of tokens")
     context: int | None = Field(None, ge=2, description="tokens per sequence; none: the recipe's")
-    data: str | None = Field(None, description="data of this stage alone; none: the recipe's")
+    data: str | dict[str, float] | None = Field(None, description="data of this stage alone; none: the recipe's")
     learning_rates: dict[Group, float] = rates()
     schedule: Schedule = Field("cosine", description="of the rates: cosine, linear, constant, wsd or plateau")
     warmup: float = Field(0.05, ge=0, le=1, description="share of the steps during which the rates rise")
@@ -113,6 +113,9 @@ class Stage(BaseModel):
 
     def check(self, student: PreTrainedModel) -> None:
         """Raise `ConversionError` if the stage's settings do not fit a student; before any work, on meta tensors."""
+
+    def check_documents(self) -> None:
+        """Raise `ConversionError` if the stage reads running text only, not documents apart from each other."""
 
     def prepare(self, bench: Workbench) -> Iterator[Round]:
         """Ready the student and yield what to train, round by round; each round is trained before the next is asked for.

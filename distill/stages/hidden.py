@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from linearize.convert.attention_spec import find_layers
 from linearize.distill.capture import watch_blocks
+from linearize.distill.layout import real_tokens, token_ids
 from linearize.distill.losses import normalized_error
 from linearize.distill.parameters import Group
 from linearize.distill.reference import Reference, last_hidden
@@ -45,8 +46,9 @@ class HiddenObjective(nn.Module):
 
     reference: Reference
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids `[B, T]` -> scalar loss."""
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """batch as `token_ids` -> scalar loss."""
+        input_ids = token_ids(batch)
         seen = watch_blocks(self.reference, input_ids)
         blocks = find_layers(self.student, self.student.config)[0]
         outputs: list[torch.Tensor] = []
@@ -64,6 +66,7 @@ class HiddenObjective(nn.Module):
         return torch.stack(errors).mean()
 
     def _error(self, mine: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        mine, target = real_tokens(mine), real_tokens(target)
         if self.settings.loss == "normalized":
             return normalized_error(mine, target)
         return torch.linalg.vector_norm(mine.float() - target.float(), dim=-1).mean()

@@ -77,6 +77,10 @@ class Logits(Distill):
                 f"{student.config.vocab_size}; its logits cannot be learned"
             )
 
+    def check_documents(self) -> None:
+        if self.top_k is not None:
+            raise ConversionError(f"stage {self.label} keeps top_k of running text; documents must be 'joined'")
+
     def objective(self, bench: Workbench) -> nn.Module:
         if self.top_k is None:
             return self.distillation(bench, self.reference(bench))

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import nn
 
 from linearize.convert.calibration import routed
+from linearize.convert.errors import ConversionError
 from linearize.convert.mixers import Mixer
 from linearize.convert.surgery import student_mixers
 from linearize.distill.capture import watch_attention
@@ -28,6 +29,9 @@ class Matrix(Stage):
     kind: Literal["matrix"] = "matrix"
     context: int | None = Field(64, ge=2, description="tokens per sequence; none: the recipe's")
     learning_rates: dict[Group, float] = rates(new=1e-2, mixer=1e-3)
+
+    def check_documents(self) -> None:
+        raise ConversionError(f"stage {self.label} reads running text; with it, documents must be 'joined'")
 
     def objective(self, bench: Workbench) -> nn.Module:
         for mixer in student_mixers(bench.student):

@@ -19,9 +19,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearize.convert.calibration import routed
+from linearize.convert.errors import ConversionError
 from linearize.convert.mixers import Mixer
 from linearize.convert.surgery import student_mixers
 from linearize.distill.capture import Seen, watch_attention
+from linearize.distill.layout import real_tokens, token_ids
 from linearize.distill.losses import normalized_error
 from linearize.distill.mixing import check_linear, mixing_matrix, teacher_matrix
 from linearize.distill.parameters import Group
@@ -48,6 +50,10 @@ class Transfer(AdapterStage):
     )
     teacher_forced: bool = Field(True, description="whether mixers see the teacher's hidden states or the student's")
 
+    def check_documents(self) -> None:
+        if self.weights:
+            raise ConversionError(f"stage {self.label} compares attention weights; documents must be 'joined'")
+
     def objective(self, bench: Workbench) -> nn.Module:
         if self.weights:
             for mixer in student_mixers(bench.student):
@@ -63,10 +69,11 @@ class Transfer(AdapterStage):
         """
         rope = seen.rope
         with torch.enable_grad(), self._dropped(mixer):
-            heads, _ = mixer.mix(hidden_states, rope, None, None)
+            heads, _ = mixer.mix(hidden_states, rope, None, None, seen.cu_seqlens)
             output = mixer.output(heads.to(hidden_states.dtype))
             mine, target = (output, seen.output) if self.at == "output" else (heads, seen.heads)
             assert target is not None
+            mine, target = real_tokens(mine), real_tokens(target)
             if self.loss == "normalized":
                 loss = normalized_error(mine, target)
             else:
@@ -99,8 +106,9 @@ class TransferObjective(nn.Module):
 
     reference: Reference
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids `[B, T]` -> scalar loss, differentiable in the mixers' tensors."""
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """batch as `token_ids` -> scalar loss, differentiable in the mixers' tensors."""
+        input_ids = token_ids(batch)
         mixers = student_mixers(self.student)
         seen = watch_attention(self.reference, input_ids)
         losses: list[torch.Tensor] = []

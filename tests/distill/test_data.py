@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linearize.convert.errors import ConversionError
-from linearize.distill.data import TokenBlocks, read_corpus, split_heldout
+from linearize.distill.data import TokenBlocks
+from linearize.distill.reading import read_corpus, split_heldout
 
 
 @given(st.lists(st.text(max_size=20), max_size=8))

@@ -1,0 +1,106 @@
+"""Two processes that share a batch train as one does: the same losses, the same tensors, states that fit any number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from linearize.convert.errors import ConversionError
+from linearize.distill import processes
+from linearize.distill.stages.transfer import Transfer
+from tests.processes import PLACEMENTS, on_processes, results, train_stage
+
+STAGES: list[dict[str, Any]] = [
+    {"kind": "transfer"},
+    {"kind": "lora", "rank": 4},
+    {"kind": "logits", "learning_rates": {"new": 1e-3, "all": 1e-3}},
+    {"kind": "hidden"},
+]
+
+
+def _train(folder: Path, stages: list[dict[str, Any]], loop: dict[str, Any], **options: Any) -> None:
+    for stage in stages:
+        (folder / stage["kind"]).mkdir(parents=True, exist_ok=True)
+        train_stage(folder / stage["kind"], stage, loop, **options)
+
+
+def _assert_equal(a: Path, b: Path, tolerance: float = 1e-5) -> None:
+    (losses, tensors), (others, other_tensors) = results(a), results(b)
+    assert others == pytest.approx(losses, rel=tolerance)
+    assert len(set(losses)) == len(losses)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(other_tensors[name], tensor, rtol=0, atol=10 * tolerance, msg=name)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_two_processes_train_as_one(placement: str, tmp_path: Path) -> None:
+    loop = {"steps": 3, "batch_size": 4}
+    _train(tmp_path / "one", STAGES, loop)
+    on_processes(2, placement, _train, tmp_path / "two", STAGES, loop)
+    for stage in STAGES:
+        _assert_equal(tmp_path / "one" / stage["kind"], tmp_path / "two" / stage["kind"])
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_state_of_two_processes_is_resumed_by_one_and_the_other_way_round(placement: str, tmp_path: Path) -> None:
+    stages, loop, half = STAGES[1:2], {"steps": 4, "save_every": 2, "schedule": "constant"}, {"steps": 2}
+    _train(tmp_path / "whole", stages, loop)
+    on_processes(2, placement, _train, tmp_path / "a", stages, {**loop, **half})
+    _train(tmp_path / "a", stages, loop)
+    _train(tmp_path / "b", stages, {**loop, **half})
+    on_processes(2, placement, _train, tmp_path / "b", stages, loop)
+    for run in "ab":
+        _assert_equal(tmp_path / "whole" / "lora", tmp_path / run / "lora")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_float32_tensors_beside_a_bfloat16_model_train_in_shards(placement: str, tmp_path: Path) -> None:
+    stages, loop = [STAGES[1]], {"steps": 2}
+    _train(tmp_path / "one", stages, loop, dtype="bfloat16")
+    on_processes(2, placement, _train, tmp_path / "two", stages, loop, dtype="bfloat16")
+    _assert_equal(tmp_path / "one" / "lora", tmp_path / "two" / "lora", tolerance=2e-3)
+
+
+def test_a_batch_that_does_not_divide_is_still_one_batch(tmp_path: Path) -> None:
+    """Three rows in two processes and two passes: one part is empty."""
+    stages, loop = [STAGES[0], STAGES[1]], {"steps": 2, "batch_size": 3}
+    _train(tmp_path / "one", stages, loop)
+    on_processes(2, "ddp", _train, tmp_path / "two", stages, loop)
+    on_processes(2, "fsdp2", _train, tmp_path / "passes", stages[1:], {**loop, "accumulation": 2})
+    _assert_equal(tmp_path / "one" / "transfer", tmp_path / "two" / "transfer")
+    _assert_equal(tmp_path / "one" / "lora", tmp_path / "two" / "lora")
+    _assert_equal(tmp_path / "one" / "lora", tmp_path / "passes" / "lora")
+
+
+def _refused(stage: Transfer, folder: Path) -> None:
+    with pytest.raises(ConversionError, match="teacher_forced"):
+        train_stage(folder, stage.model_dump(exclude_defaults=True) | {"kind": "transfer"}, {"steps": 1})
+
+
+def test_what_does_not_train_in_shards_is_refused(tmp_path: Path) -> None:
+    on_processes(2, "fsdp2", _refused, Transfer(teacher_forced=False), tmp_path)
+
+
+def _speak(folder: Path) -> None:
+    processes.start()
+    rank = processes.rank()
+    assert processes.count() == 2 and processes.is_main() is (rank == 0)
+    assert processes.on_main(lambda: {"rank": rank}) == {"rank": 0}
+    assert processes.from_any("second" if rank else None) == "second"
+
+    def fail() -> None:
+        raise ConversionError("only the first knows")
+
+    with pytest.raises(ConversionError, match="only the first knows"):
+        processes.on_main(fail)
+    total = torch.tensor(2.0 if rank else 1.0)
+    with processes.part_of_batch(0.25 + 0.5 * rank):
+        assert float(processes.common(total)) == 3 * (0.25 + 0.5 * rank)
+    assert processes.common(total) is total
+
+
+def test_the_first_process_decides_and_all_fail_together(tmp_path: Path) -> None:
+    on_processes(2, "ddp", _speak, tmp_path)
