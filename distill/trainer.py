@@ -97,9 +97,9 @@ def train(
     Raises:
         NonFiniteLoss: names the step and the layer; the batch is saved beside the state.
     """
-    processes.start()
-    log = TrainingLog()
     named = {key: tensor for group in groups for key, tensor in group["params"].items()}
+    processes.start(cpu=all(tensor.device.type == "cpu" for tensor in named.values()))
+    log = TrainingLog()
     log.resumed_at, moments = read_state(state_file, named, log)
     objective.train()
     part = math.ceil(config.batch_size / (processes.count() * config.accumulation))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from linearize.convert import build_student
 from linearize.convert.surgery import new_parameters
+from linearize.distill import processes
 from linearize.distill.data import TokenBlocks
 from linearize.distill.stages import STAGES, Round, Workbench
 from linearize.distill.trainer import LoopConfig, train
@@ -71,6 +72,7 @@ def train_stage(folder: Path, stage: dict[str, Any], loop: dict[str, Any], **opt
         loop: settings of `LoopConfig`.
         options: see `rounds`.
     """
+    processes.start(cpu=options.get("device", "cpu") == "cpu")  # before tensors go to the process's own GPU
     config = LoopConfig(**{"steps": 4, "batch_size": 4, "seed": 0, **loop})
     losses: list[float] = []
     for number, work in enumerate(rounds(stage, folder, **options)):
@@ -78,7 +80,7 @@ def train_stage(folder: Path, stage: dict[str, Any], loop: dict[str, Any], **opt
             stage["kind"], work.part.objective, work.part.groups, DATA, config, folder / f"{number}.safetensors"
         )
         losses += log.losses
-    if int(os.environ.get("RANK", 0)) == 0:
+    if processes.is_main():
         (folder / "losses.json").write_text(json.dumps(losses))
         tensors = {n: p.detach().cpu().clone() for n, p in work.student.named_parameters()}
         save_file(tensors, folder / "student.safetensors")
@@ -113,5 +115,4 @@ def _child(environment: dict[str, str], work: Any, arguments: tuple[Any, ...], n
     os.environ.update(environment)
     torch.set_num_threads(1)
     work(*arguments, **named)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    processes.stop()

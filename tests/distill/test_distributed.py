@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from linearize.convert.errors import ConversionError
 from linearize.distill import processes
+from linearize.distill.sharding import Sharded
 from linearize.distill.stages.transfer import Transfer
-from tests.processes import PLACEMENTS, on_processes, results, train_stage
+from tests.processes import PLACEMENTS, bench, on_processes, results, train_stage
 
 STAGES: list[dict[str, Any]] = [
     {"kind": "transfer"},
@@ -37,7 +39,7 @@ def _assert_equal(a: Path, b: Path, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_two_processes_train_as_one(placement: str, tmp_path: Path) -> None:
-    loop = {"steps": 3, "batch_size": 4}
+    loop = {"steps": 2, "batch_size": 4}
     _train(tmp_path / "one", STAGES, loop)
     on_processes(2, placement, _train, tmp_path / "two", STAGES, loop)
     for stage in STAGES:
@@ -75,6 +77,28 @@ def test_a_batch_that_does_not_divide_is_still_one_batch(tmp_path: Path) -> None
     _assert_equal(tmp_path / "one" / "lora", tmp_path / "passes" / "lora")
 
 
+def _measure_shards(folder: Path) -> None:
+    processes.start(cpu=True)
+    work = bench({"kind": "logits", "learning_rates": {"all": 1e-3}}, folder)
+    before = {name: p.detach().clone() for name, p in work.student.named_parameters()}
+    sharded = Sharded(work.part.objective, work.part.groups)
+    pieces = [t for t in sharded.named.values() if isinstance(t, DTensor)]
+    assert len(pieces) == len(before) == len(sharded.named)
+    held, whole = (sum(p.numel() for p in tensors) for tensors in ((p.to_local() for p in pieces), before.values()))
+    assert 0.45 * whole < held < 0.55 * whole
+    teacher = sharded.objective.reference.teacher.get_decoder()
+    assert all(isinstance(p, DTensor) for p in teacher.parameters())
+    with torch.no_grad():
+        pieces[0].mul_(2)
+    sharded.close()
+    moved = [name for name, p in work.student.named_parameters() if not torch.equal(p, before[name])]
+    assert len(moved) == 1
+
+
+def test_shards_are_half_of_everything_and_come_back_whole(tmp_path: Path) -> None:
+    on_processes(2, "fsdp2", _measure_shards, tmp_path)
+
+
 def _refused(stage: Transfer, folder: Path) -> None:
     with pytest.raises(ConversionError, match="teacher_forced"):
         train_stage(folder, stage.model_dump(exclude_defaults=True) | {"kind": "transfer"}, {"steps": 1})
@@ -85,7 +109,7 @@ def test_what_does_not_train_in_shards_is_refused(tmp_path: Path) -> None:
 
 
 def _speak(folder: Path) -> None:
-    processes.start()
+    processes.start(cpu=True)
     rank = processes.rank()
     assert processes.count() == 2 and processes.is_main() is (rank == 0)
     assert processes.on_main(lambda: {"rank": rank}) == {"rank": 0}

@@ -75,16 +75,16 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path, monkeypatch: pyt
     whole = _tensors(_stream(tmp_path / "teacher", tmp_path / "whole", settings))
     assert any("q_proj" in name for name in whole)
     calls = 0
-    real = trainer._save
+    real = trainer.write_state
 
-    def dies_later(*args: object) -> None:
+    def dies_later(*args: object, **named: object) -> None:
         nonlocal calls
-        real(*args)
+        real(*args, **named)
         calls += 1
         if calls in (3, 9):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer, "_save", dies_later)
+    monkeypatch.setattr(trainer, "write_state", dies_later)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             _stream(tmp_path / "teacher", tmp_path / "killed", settings)
