@@ -55,14 +55,15 @@ class DistillObjective(nn.Module):
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         """batch as `inputs_and_labels` -> scalar loss."""
         ids, labels = inputs_and_labels(batch)
-        hidden, head = last_hidden(self.student, ids)[:, :-1].flatten(0, 1), Head.of(self.student)
         if not self.kl_weight:
+            hidden, head = self.predictions(ids)
             loss = linear_cross_entropy(
                 hidden, head.weight, labels, bias=head.bias, softcap=head.softcap, logit_scale=head.scale
             )
             return self.ce_weight * loss
-        with self.reference.model() as teacher:
+        with self.reference.model() as teacher:  # before the student: its activations are gone when theirs come
             target, their = last_hidden(teacher, ids)[:, :-1].flatten(0, 1), Head.of(teacher)
+        hidden, head = self.predictions(ids)
         return linear_kl(
             hidden,
             head.weight,
@@ -78,6 +79,10 @@ class DistillObjective(nn.Module):
             softcap=head.softcap,
             logit_scale=head.scale,
         ).loss
+
+    def predictions(self, ids: torch.Tensor) -> tuple[torch.Tensor, Head]:
+        """The student's hidden states `[B (T-1), D]` and its head."""
+        return last_hidden(self.student, ids)[:, :-1].flatten(0, 1), Head.of(self.student)
 
 
 def over_slices(hidden: torch.Tensor, head: Head, function: Any, *rows: torch.Tensor) -> torch.Tensor:
