@@ -100,6 +100,8 @@ class Head:
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
     """Raise `ConversionError` if the model computes other logits than its `Head` says."""
+    if model.device.type == "meta":  # no numbers to compare
+        return
     ids = torch.arange(2, device=model.device)[None] % model.config.vocab_size
     direct = model(input_ids=ids, use_cache=False).logits.float()
     computed = Head.of(model).logits(last_hidden(model, ids)).float()

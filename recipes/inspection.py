@@ -19,6 +19,7 @@ from linearize.convert.plan import ALIASES, Plan, make_plan
 from linearize.convert.size import cache_bytes
 from linearize.convert.surgery import build_student, new_parameters, student_mixers
 from linearize.recipes.defaults import stages_of
+from linearize.recipes.estimate import estimate
 from linearize.recipes.schema import Recipe
 from linearize.recipes.surgery_report import measure_surgery
 from linearize.recipes.teachers import resolve_teacher
@@ -124,21 +125,21 @@ def _describe(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def describe_recipe(recipe: Recipe) -> str:
-    """What `--dry-run` prints: the plan, the stages and what they train."""
+    """What `--dry-run` prints: costs, the plan, the stages' settings."""
     report = inspect_teacher(
         recipe.teacher, recipe.to, recipe.keep_softmax, recipe.options, recipe.ffn, recipe.ffn_options
     )
     layers = [f"  {i:3d}  {layer}" for i, layer in enumerate(Plan.from_config(report.plan).layers)]
-    total = sum(report.parameters.values())
-    stages = [f"  {stage.label}: {stage.tokens:,} tokens; {stage.model_dump()}" for stage in stages_of(recipe)]
+    counts = ", ".join(f"{count:,} {name}" for name, count in report.parameters.items())
+    settings = {stage.label: stage.model_dump(exclude={"kind", "name", "tokens"}) for stage in stages_of(recipe)}
     return "\n".join(
         [
-            f"{report.teacher} -> {recipe.to}",
+            estimate(recipe).to_text(),
+            "layers",
             *layers,
-            f"parameters: {', '.join(f'{count:,} {name}' for name, count in report.parameters.items())}",
-            *stages,
+            f"parameters: {counts}",
+            *(f"{label}: {', '.join(f'{k}={v}' for k, v in chosen.items())}" for label, chosen in settings.items()),
             f"data: {recipe.data or 'the standard library of this Python'}",
-            f"disk: about {total * 4 / 2**20:.0f} MiB as float32",
             "nothing was written (dry run)",
         ]
     )

@@ -173,7 +173,7 @@ class _Conversion:
         torch.manual_seed(recipe.seed)
         student = build_student(model, plan)
         training = Training(student, model, recipe, self.data, self.work, "control_")
-        score = training.run([_for_window(stage, window) for stage in self.stages], measure=False).score
+        score = training.run([for_window(stage, window) for stage in self.stages], measure=False).score
         if score is None:
             return None
         return Control(
@@ -236,7 +236,7 @@ def _check_stages(recipe: Recipe, config: Any, plan: Plan) -> None:
         stage.check(student)
 
 
-def _for_window(stage: Stage, window: int) -> Stage:
+def for_window(stage: Stage, window: int) -> Stage:
     """The stage for a student that is a window alone: what anneals other options leaves it as it is."""
     if isinstance(stage, Anneal) and stage.option != "window":
         return stage.model_copy(update={"option": "window", "values": [window] * len(stage.values)})

@@ -80,6 +80,8 @@ class Stage(BaseModel):
 
     examples: ClassVar[bool] = False
     """Whether the stage reads conversations, not running text: see `load_examples`."""
+    example_shape: ClassVar[tuple[int, ...]] = ()
+    """A batch is `[B, *example_shape, T]`."""
     beyond_teacher: ClassVar[bool] = False
     """Whether sequences may be longer than the teacher's positions."""
 

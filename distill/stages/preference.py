@@ -30,6 +30,7 @@ class Preference(AdapterStage):
     """The student learns to prefer chosen answers to rejected ones (DPO)."""
 
     examples: ClassVar[bool] = True
+    example_shape: ClassVar[tuple[int, ...]] = (2, 2)
 
     kind: Literal["preference"] = "preference"
     data: str | None = Field(

@@ -25,6 +25,7 @@ class Sft(AdapterStage):
     """The student learns to answer as the assistant of given conversations does."""
 
     examples: ClassVar[bool] = True
+    example_shape: ClassVar[tuple[int, ...]] = (2,)
 
     kind: Literal["sft"] = "sft"
     data: str | None = Field(None, description="JSON lines with `messages`; none: made from the recipe's text")

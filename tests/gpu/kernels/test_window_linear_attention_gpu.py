@@ -71,7 +71,7 @@ def compare(inputs: dict[str, Tensor], **options) -> None:
     for name, expected in reference.items():
         assert torch.isfinite(ours[name]).all(), name
         size, error = expected.norm(), (ours[name].double() - expected).norm()
-        errors[name] = float(error / size) if size > 0 else float(error)
+        errors[name] = float(error / size) if size > 1e-9 else float(error)
     assert all(error <= TOLERANCE[inputs["q"].dtype] for error in errors.values()), errors
 
 
