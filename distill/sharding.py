@@ -73,13 +73,12 @@ class Sharded(Placement):
         if teacher is not None:
             shard(teacher.get_decoder())
         shard(self.objective, reshard=False)
-        rest = {key: p for p in self._shared if (key := id(p)) in host}
         placed: dict[int, nn.Parameter] = {}
         for module in _modules(self.objective):
-            for name, parameter in module._parameters.items():
-                if parameter is not None and (key := id(parameter)) in rest:
+            for name, held in module._parameters.items():
+                if held is not None and (key := id(held)) in host:
                     if key not in placed:
-                        placed[key] = nn.Parameter(parameter.data.to(self.device), parameter.requires_grad)
+                        placed[key] = nn.Parameter(held.data.to(self.device), held.requires_grad)
                     module._parameters[name] = placed[key]
 
     @contextmanager

@@ -43,6 +43,7 @@ def rounds(
     stage: dict[str, Any],
     folder: Path,
     family: str = "qwen2",
+    to: str = "rodimus",
     device: str = "cpu",
     dtype: str = "float32",
     **changes: Any,
@@ -54,7 +55,7 @@ def rounds(
         changes: of the teacher's configuration.
     """
     teacher = random_teacher(family, **changes).to(device, getattr(torch, dtype))
-    student = build_student(teacher, "rodimus", window=8, calibration=DATA.blocks[:4])
+    student = build_student(teacher, to, window=8, calibration=DATA.blocks[:4])
     new = frozenset(new_parameters(student))
     for part in STAGES[stage["kind"]](**stage).prepare(Workbench(student, teacher, new, DATA, 4, 4, 0, folder / "s")):
         yield Bench(student, part)
@@ -90,8 +91,14 @@ def results(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     return json.loads((folder / "losses.json").read_text()), load_file(folder / "student.safetensors")
 
 
-def on_processes(count: int, placement: str, work: Any, *arguments: Any, context: str = "fork", **named: Any) -> None:
-    """Run `work(*arguments, **named)` in `count` processes as `accelerate launch` would start them."""
+def on_processes(
+    count: int, placement: str, work: Any, *arguments: Any, context: str = "fork", dies: bool = False, **named: Any
+) -> None:
+    """Run `work(*arguments, **named)` in `count` processes as `accelerate launch` would start them.
+
+    Args:
+        dies: whether all of them must end before they are done.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -108,7 +115,9 @@ def on_processes(count: int, placement: str, work: Any, *arguments: Any, context
         child.join(300)
         if child.is_alive():
             child.kill()
-    assert [child.exitcode for child in children] == [0] * count
+            child.join()
+    codes = [child.exitcode for child in children]
+    assert all(codes) if dies else not any(codes), codes
 
 
 def _child(environment: dict[str, str], work: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

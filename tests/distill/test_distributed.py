@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from linearize.convert.errors import ConversionError
 from linearize.distill import processes
+from linearize.distill.progress import Meter
 from linearize.distill.sharding import Sharded
 from linearize.distill.stages.transfer import Transfer
-from tests.processes import PLACEMENTS, bench, on_processes, results, train_stage
+from tests.processes import DATA, PLACEMENTS, bench, on_processes, results, train_stage
 
 STAGES: list[dict[str, Any]] = [
     {"kind": "transfer"},
@@ -97,6 +101,51 @@ def _measure_shards(folder: Path) -> None:
 
 def test_shards_are_half_of_everything_and_come_back_whole(tmp_path: Path) -> None:
     on_processes(2, "fsdp2", _measure_shards, tmp_path)
+
+
+def _measure_gradients(folder: Path) -> None:
+    """In one unit: bfloat16 in pieces, float32 whole."""
+    processes.start(cpu=True)
+    stage = {"kind": "lora", "rank": 4, "learning_rates": {"new": 1e-3, "adapters": 1e-3, "mixer": 1e-3}}
+    work = bench(stage, folder, dtype="bfloat16", num_hidden_layers=1)
+    sharded = Sharded(work.part.objective, work.part.groups)
+    assert {isinstance(t, DTensor) for t in sharded.named.values()} == {True, False}
+    with sharded.micro_batch(last=True):
+        sharded.backward(sharded.objective(DATA.batch(processes.rank(), 2, 0)))
+    gradients = [sharded.whole(t.grad) for t in sharded.named.values() if t.grad is not None]
+    for gradient in gradients:  # every process has the mean, not its own
+        assert torch.equal(processes.summed(gradient) / 2, gradient)
+    norm = torch.stack([g.float().square().sum() for g in gradients]).sum().sqrt()
+    assert float(sharded.clip(1e-2)) == pytest.approx(float(norm), rel=1e-3) and norm > 1e-2
+    clipped = [sharded.whole(t.grad) for t in sharded.named.values() if t.grad is not None]
+    assert float(torch.stack([g.float().square().sum() for g in clipped]).sum().sqrt()) == pytest.approx(1e-2, rel=1e-2)
+
+
+def test_gradients_in_pieces_and_whole_ones_are_averaged_and_clipped_together(tmp_path: Path) -> None:
+    on_processes(2, "fsdp2", _measure_gradients, tmp_path)
+
+
+def _train_and_die(folder: Path, stages: list[dict[str, Any]], loop: dict[str, Any], step: int) -> None:
+    update = Meter.update
+
+    def deadly(self: Meter, done: int, *arguments: Any) -> None:
+        update(self, done, *arguments)
+        if done >= step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Meter.update = deadly  # type: ignore[method-assign]
+    _train(folder, stages, loop)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_two_processes_that_were_killed_go_on_as_if_undisturbed(placement: str, tmp_path: Path) -> None:
+    stages, loop = STAGES[:1], {"steps": 5, "save_every": 2}
+    step = random.Random(os.environ.get("KILL_SEED", 0)).randint(1, 4)
+    on_processes(2, placement, _train, tmp_path / "whole", stages, loop)
+    on_processes(2, placement, _train_and_die, tmp_path / "killed", stages, loop, step, dies=True)
+    on_processes(2, placement, _train, tmp_path / "killed", stages, loop)
+    (losses, tensors), (others, other_tensors) = (results(tmp_path / run / "transfer") for run in ("whole", "killed"))
+    assert others == losses and all(torch.equal(other_tensors[name], tensors[name]) for name in tensors)
 
 
 def _refused(stage: Transfer, folder: Path) -> None:
