@@ -7,6 +7,7 @@ float32 too and rounds once instead of twice.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -39,11 +40,15 @@ def fused_norms(model: nn.Module, on: str = "cuda") -> Iterator[int]:
 
 @torch.no_grad()
 def agrees(module: nn.Module) -> bool:
-    """Whether an RMSNorm is `F.rms_norm`, by a random sample."""
+    """Whether an RMSNorm is `F.rms_norm`, by a random sample and a random weight (its own may lie in shards)."""
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     generator = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(_SAMPLES, *weight.shape, device=weight.device, generator=generator).to(weight.dtype)
-    theirs, ours = module(x).float(), fused(module)(x).float()
+    shape = _SAMPLES, weight.shape[0]
+    x, gain = (torch.randn(s, device=weight.device, generator=generator) for s in (shape, shape[1:]))
+    probe = copy.copy(module)
+    probe.__dict__["_parameters"] = {"weight": nn.Parameter(gain.to(weight.dtype), False)}
+    x = x.to(weight.dtype)
+    theirs, ours = probe.forward(x).float(), fused(probe)(x).float()
     return bool((theirs - ours).abs().max() <= _TOLERANCE * torch.finfo(weight.dtype).eps * theirs.abs().max())
 
 
@@ -51,7 +56,7 @@ def _is_norm(module: nn.Module) -> bool:
     if not type(module).__name__.endswith("RMSNorm") or _eps(module) is None or "forward" in vars(module):
         return False
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    return [name for name, _ in tensors] == ["weight"] and tensors[0][1].dim() == 1
+    return [name for name, _ in tensors] == ["weight"] and tensors[0][1].dim() == 1 and tensors[0][1].numel() > 0
 
 
 def _eps(module: nn.Module) -> float | None:

@@ -26,6 +26,7 @@ from linearize.convert.errors import ConversionError
 from linearize.distill import processes
 from linearize.distill.data import TokenBlocks
 from linearize.distill.diagnosis import first_nonfinite
+from linearize.distill.fused_norms import fused_norms
 from linearize.distill.layout import IGNORED, apart
 from linearize.distill.loss_log import LossLog, Tracker
 from linearize.distill.memory import memory_in_use
@@ -106,7 +107,7 @@ def train(
     with _checkpointed(objective, config.gradient_checkpointing):
         placement = place(objective, groups, part, config.clip)
         try:
-            with _compiled(placement.objective, config.compile):
+            with _compiled(placement.objective, config.compile), fused_norms(placement.objective):
                 placement.load_moments(moments)
                 _Loop(name, placement, data, config, state_file, log).run()
         finally:
