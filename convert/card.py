@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -13,7 +12,9 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from linearize.convert.card_sections import FIGURES, Section, Table
 from linearize.convert.plan import KEEP
+from linearize.convert.written import bracketed, cell, fenced, number, percent, size
 
 Record = Mapping[str, Any]
 
@@ -23,14 +24,15 @@ PLACEHOLDER = "path/to/this/model"
 _TEMPLATE = "card.md.jinja"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def render_card(record: Record) -> str:
+def render_card(record: Record, sections: Sequence[Section] = (), limits: Sequence[str] = ()) -> str:
     """The README.md of a student.
 
     Args:
         record: the summary of a conversion, as `linearize.json` holds it; the card leaves out what it lacks.
+        sections: figures and tables beyond the record; the figures' files lie in `FIGURES`.
+        limits: sentences that these measurements add to the known limits.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -39,13 +41,35 @@ def render_card(record: Record) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    for written in (number, percent, size, cell, fenced):
+    for written in (number, percent, size, cell, fenced, bracketed, markdown_table):
         environment.filters[written.__name__] = written
-    return environment.get_template(_TEMPLATE).render(_view(record))
+    view = card_view(record)
+    return environment.get_template(_TEMPLATE).render(
+        **{**view, "limits": [*view["limits"], *limits]},
+        sections={section.key: section for section in sections},
+        missing=_missing(sections),
+        folder=FIGURES,
+    )
 
 
-def _view(record: Record) -> dict[str, Any]:
-    """Everything the template shows; what is absent is None or empty."""
+def markdown_table(table: Table) -> str:
+    """The lines of a table without its caption."""
+    rule = ["---" if i < table.labels else "---:" for i in range(len(table.columns))]
+    rows = [[cell(value) for value in row] for row in (table.columns, *table.rows)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
+
+
+def _missing(sections: Sequence[Section]) -> dict[str, list[str]]:
+    """Command -> titles of the figures that it would make."""
+    found: dict[str, list[str]] = {}
+    for section in sections:
+        for absent in section.missing:
+            found.setdefault(absent.command, []).append(absent.title)
+    return found
+
+
+def card_view(record: Record) -> dict[str, Any]:
+    """Everything of a record that a reader sees; what is absent is None or empty."""
     sample = {key: str(text) for key, text in _part(record, "sample").items()}
     return {
         "front_matter": _front_matter(record),
@@ -88,10 +112,20 @@ def _mixers(record: Record) -> list[str]:
 # ---------------------------------------------------------------------- teacher and front matter
 
 
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a Hub id, user/name."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
 def teacher_id(record: Record) -> str | None:
-    """The Hub id of the teacher, or None if it is a local folder or a bundled one."""
+    """The Hub id of the teacher, or None if it is a local folder or a bundled one.
+
+    A record that has `base_model` says it itself; otherwise a name is looked for among this machine's folders.
+    """
+    if "base_model" in record:
+        return record["base_model"]
     teacher = str(record.get("teacher") or "")
-    return teacher if _HUB_ID.fullmatch(teacher) and not Path(teacher).is_dir() else None
+    return teacher if is_hub_id(teacher) and not Path(teacher).is_dir() else None
 
 
 def _teacher_name(record: Record) -> str:
@@ -258,7 +292,7 @@ def _limits(record: Record) -> list[str]:
         limits.append("**Untrained**: the new tensors were never taught what the attention did.")
     limits += _losses(record) or ["Nothing was measured: how much of the teacher it kept is unknown."]
     if context := record.get("context"):
-        limits.append(f"Measured at a context of {number(context)} tokens; nothing is known beyond it.")
+        limits.append(f"These numbers are for a context of {number(context)} tokens and say nothing of longer ones.")
     if kept := [layer for layer in _plan(record) if layer["mixer"] == KEEP]:
         layers = "the layer that keeps" if len(kept) == 1 else f"the {len(kept)} layers that keep"
         limits.append(f"The KV cache of {layers} softmax still grows with the context.")
@@ -283,46 +317,3 @@ def _losses(record: Record) -> list[str]:
         text = f"The control, a window alone, has perplexity {number(control)}, this student {number(mine)}"
         losses.append(f"{text}." if mine < control else f"**{text}**: the new mixers gain nothing here.")
     return losses
-
-
-# ---------------------------------------------------------------------- how values are written
-
-
-def number(value: Any) -> str:
-    """1234567 -> "1,234,567", 13.98123 -> "13.98", 0.00012345 -> "0.0001235", None -> "—"."""
-    if value is None:
-        return "—"
-    if isinstance(value, str):
-        return value
-    if not math.isfinite(value):
-        return "not finite"
-    if float(value).is_integer():
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
-
-
-def percent(share: float | None) -> str:
-    """0.8532 -> "85.3 %"."""
-    if share is None:
-        return "—"
-    return f"{share:.1%}".replace("%", " %") if math.isfinite(share) else "not finite"
-
-
-def size(n_bytes: int | None) -> str:
-    """1536 -> "1.5 KiB"."""
-    if n_bytes is None:
-        return "—"
-    power = min(max(int(n_bytes).bit_length() - 1, 0) // 10, len(_SIZES) - 1)
-    return f"{n_bytes / 1024**power:.4g} {_SIZES[power]}"
-
-
-def cell(text: Any) -> str:
-    """Text that cannot break out of a table's cell."""
-    return " ".join(str(text).split()).replace("|", "\\|")
-
-
-def fenced(text: str, language: str = "") -> str:
-    """A code block whose fence is longer than any run of backticks in the text."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{text.rstrip()}\n{fence}"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from linearize.convert.card import PLACEHOLDER, fenced, number, percent, render_card, size
+from linearize.convert.card import PLACEHOLDER, render_card
+from linearize.convert.written import fenced, number, percent, size
 
 RECORD: dict[str, Any] = {
     "teacher": "meta-llama/Llama-3.2-1B",
@@ -97,7 +98,7 @@ def test_every_measured_number_is_in_the_card():
         ["control: swa (window 64) alone, same training", "16.5", "0.151", "80.1 %"],
     ]
     assert "147,477 tokens of held-out text, of the Python standard library, at a context of 1,024" in results
-    assert table(section(card, "Memory while generating"))[1:] == [
+    assert table(section(card, "Speed and memory"))[1:] == [
         ["1,024", "128 KiB", "1 MiB", "8.0×"],
         ["32,768", "128 KiB", "32 MiB", "256.0×"],
     ]

@@ -1,0 +1,131 @@
+"""Figures of how the student works: its plan, the use of its branches and of its state."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure as Canvas
+from matplotlib.patches import Rectangle
+
+from linearize.convert.card_sections import Figure, Table
+from linearize.convert.plan import KEEP
+from linearize.convert.written import number, percent
+from linearize.distill.evaluate.suite import Evaluation
+from linearize.distill.report import style
+from linearize.distill.report.measurements import Measurements, evaluation_conditions
+
+_OWN = "the teacher's own"
+
+
+def plan_strip(measured: Measurements) -> Figure | None:
+    """A box per layer and part of it, in the colour of what stands there."""
+    plan = measured.layers
+    if not plan:
+        return None
+    attention, mlp = ([_named(layer, part, options) for layer in plan] for part, options in (
+        ("mixer", "options"), ("ffn", "ffn_options")
+    ))  # fmt: skip
+    parts = {"attention": attention, "MLP": mlp}
+    new = [name for name in dict.fromkeys((*attention, *mlp)) if name != _OWN]
+    colours = {_OWN: style.TEACHER} | {name: style.MIXERS[i % len(style.MIXERS)] for i, name in enumerate(new)}
+
+    def plot(canvas: Canvas) -> None:
+        ax = canvas.add_subplot()
+        for row, names in enumerate(parts.values()):
+            for layer, name in enumerate(names):
+                shade = 0.35 if name == _OWN else 0.95
+                ax.add_patch(
+                    Rectangle((layer - 0.46, row - 0.42), 0.92, 0.84, facecolor=colours[name], alpha=shade, linewidth=0)
+                )
+        for name, colour in colours.items():
+            ax.add_patch(Rectangle((0, -9), 0, 0, facecolor=colour, alpha=0.35 if name == _OWN else 0.95, label=name))
+        style.label(ax, "layer, 0 is next to the embedding", "part of the layer")
+        style.layers(ax, len(plan))
+        ax.set_ylim(len(parts) - 0.5, -0.5)
+        ax.set_yticks(range(len(parts)), list(parts))
+        ax.grid(False)
+        ax.spines[:].set_visible(False)
+        style.legend(canvas, ax, 2 if max(map(len, colours)) < 24 else 1)
+
+    rows = [(str(layer), attention[layer], mlp[layer]) for layer in range(len(plan))]
+    counts = {name: sum(name in (a, m) for a, m in zip(attention, mlp, strict=True)) for name in new}
+    alt = ", ".join(f"{name} in {count} of {len(plan)} layers" for name, count in counts.items()) or "nothing replaced"
+    caption = f"{len(plan)} layers; options that are not named have their defaults."
+    table = Table(("layer", "attention", "MLP"), rows, labels=3)
+    return style.figure("plan", "Plan of the layers", alt, caption, table, 128 + 13 * (len(colours) // 2), plot)
+
+
+def _named(layer: dict[str, Any], part: str, options: str) -> str:
+    """What stands in one part of a layer, with its options."""
+    name = layer.get(part)
+    if name in (None, KEEP):
+        return _OWN
+    return " ".join([str(name), *(f"{key}={value}" for key, value in (layer.get(options) or {}).items())])
+
+
+def branch_shares(evaluation: Evaluation) -> Figure | None:
+    """Per layer: what the recurrence contributes, beside what the teacher looked at outside the window."""
+    if (score := evaluation.branches) is None:
+        return None
+    names = "student: output not the window's", "teacher: attention outside the window"
+
+    def plot(canvas: Canvas) -> None:
+        ax = canvas.add_subplot()
+        heads = [(layer.layer + 0.2, mass) for layer in score.layers for mass in layer.mass_outside]
+        ax.plot(*zip(*heads, strict=True), ".", color=style.INK, markersize=3, label="the same, head by head")
+        places = [layer.layer for layer in score.layers]
+        shares = [layer.recurrent_share for layer in score.layers]
+        masses = [fmean(layer.mass_outside) for layer in score.layers]
+        ax.bar([p - 0.2 for p in places], shares, 0.36, color=style.STUDENT, label=names[0])
+        ax.bar([p + 0.2 for p in places], masses, 0.36, color=style.TEACHER, alpha=0.6, label=names[1])
+        style.label(ax, "layer", "share")
+        style.layers(ax, max(places) + 1)
+        style.percents(ax)
+        ax.set_ylim(bottom=0)
+        style.legend(canvas, ax, 1)
+
+    rows = [
+        (str(use.layer), f"{use.window:,}", percent(use.recurrent_share), percent(fmean(use.mass_outside)),
+         " ".join(percent(mass) for mass in use.mass_outside))
+        for use in score.layers
+    ]  # fmt: skip
+    columns = ("layer", "window, tokens", names[0], f"{names[1]}, mean", "by head")
+    alt = "; ".join(f"layer {layer}: {names[0]} {share}, {names[1]} {mass}" for layer, _, share, mass, _ in rows)
+    caption = evaluation_conditions(evaluation, f"{score.tokens:,} tokens at a context of {score.context:,}")
+    return style.figure("branches", "Use of the two branches", alt, caption, Table(columns, rows), 250, plot)
+
+
+def state_use(evaluation: Evaluation) -> Figure | None:
+    """Effective rank and half-life of every head's state."""
+    if (score := evaluation.state) is None:
+        return None
+    last = max(layer.layer for layer in score.layers)
+
+    def plot(canvas: Canvas) -> None:
+        rank, life = canvas.subplots(2, 1)
+        ranks = [(layer.layer, value) for layer in score.layers for value in layer.rank]
+        lives = [(layer.layer, value) for layer in score.layers for value in layer.half_life if value is not None]
+        for ax, points in ((rank, ranks), (life, lives)):
+            at, values = [layer for layer, _ in points], [value for _, value in points]
+            ax.plot(at, values, "o", color=style.STUDENT, alpha=0.75, label="a head of the student")
+        style.label(rank, "layer", "rank, directions")
+        style.label(life, "layer", "half-life, tokens")
+        style.wide_range(rank, [0])
+        style.wide_range(life, [value for _, value in lives])
+        for ax in (rank, life):
+            style.layers(ax, last + 1)
+        style.legend(canvas, rank)
+
+    rows = [
+        (str(use.layer), " × ".join(map(str, use.shape)), " ".join(number(round(r, 1)) for r in use.rank),
+         " ".join("none" if life is None else f"{life:,.0f}" for life in use.half_life))
+        for use in score.layers
+    ]  # fmt: skip
+    table = Table(("layer", "matrix", "effective rank by head", "half-life by head, tokens"), rows)
+    alt = "; ".join(f"layer {layer}: rank {rank}, half-life {life} tokens" for layer, _, rank, life in rows)
+    caption = "Heads that forget nothing have no half-life. " + evaluation_conditions(
+        evaluation, f"after {score.tokens:,} tokens, forgetting watched over {score.stretch:,} more",
+        f"{score.sequences} sequence{'s' if score.sequences > 1 else ''}",
+    )  # fmt: skip
+    return style.figure("state", "Use of the state", alt, caption, table, 330, plot)
