@@ -14,7 +14,9 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from linearize.convert.errors import ConversionError
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
-FILE = "losses.csv"
+CURVES = "losses.csv"
+EVENTS = "tensorboard"
+"""Folder of tensorboard's files."""
 COLUMNS = ("stage", "step", "loss", "rate", "tokens_per_second", "memory_bytes")
 
 
@@ -36,7 +38,7 @@ class LossLog:
 
     def __init__(self, folder: Path, stage: str, start: int, report_to: tuple[Tracker, ...] = ()) -> None:
         check_trackers(report_to)
-        self.stage, self.file = stage, folder / FILE
+        self.stage, self.file = stage, folder / CURVES
         rows = [row for row in read_rows(self.file) if row[0] != stage or int(row[1]) <= start]
         folder.mkdir(parents=True, exist_ok=True)
         temporary = self.file.with_suffix(".csv.tmp")
@@ -72,9 +74,7 @@ def _tracker(name: Tracker, folder: Path, stage: str) -> Any:
     PartialState()  # trackers ask it which process they are in
     kind: Any = LOGGER_TYPE_TO_CLASS[name]
     project = folder.name.removesuffix(".partial") or "linearize"
-    if name == "tensorboard":
-        tracker = kind(stage, logging_dir=str(folder / "tensorboard"))
-    else:
-        tracker = kind(project, name=stage)
+    options = {"logging_dir": str(folder / EVENTS)} if name == "tensorboard" else {"name": stage}
+    tracker = kind(stage if name == "tensorboard" else project, **options)
     tracker.start()
     return tracker

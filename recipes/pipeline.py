@@ -22,8 +22,7 @@ from linearize.convert.surgery import build_student, new_parameters
 from linearize.convert.verify import verify_in_fresh_process
 from linearize.distill import processes
 from linearize.distill.adapters import checkpoint_name, merge_adapters
-from linearize.distill.loss_log import FILE as CURVES
-from linearize.distill.loss_log import check_trackers
+from linearize.distill.loss_log import CURVES, EVENTS, check_trackers
 from linearize.distill.progress import say
 from linearize.distill.reference import Reference
 from linearize.distill.stages import Anneal, Stage
@@ -216,6 +215,8 @@ class _Conversion:
         file.write_text(json.dumps(merged, indent=1))
         if (curves := self.work.folder / CURVES).is_file():
             shutil.copyfile(curves, self.work.student / CURVES)
+        if (events := self.work.folder / EVENTS).is_dir():
+            shutil.copytree(events, self.work.student / EVENTS, dirs_exist_ok=True)
         card = {**record, "teacher": self.teacher.name}
         (self.work.student / "README.md").write_text(render_card(card))
         if summary.gate["passed"]:
