@@ -11,7 +11,7 @@ from linearize.convert.surgery import student_mixers
 from linearize.distill.fused_norms import fused
 from linearize.distill.losses import normalized_error
 from linearize.distill.reference import Head
-from linearize.kernels.bench import forward_and_both
+from linearize.kernels.bench import time_ms
 from linearize.kernels.linear_loss import linear_kl
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _REPEATS = 10
 
 
 def time_parts(bench: Bench) -> dict[str, tuple[float, float]]:
-    """Milliseconds of the forward pass, and of forward and backward by the input, of parts of the middle layer."""
+    """Milliseconds of the forward pass, and of forward and backward, of parts of the middle layer."""
     student, settings = bench.student, bench.settings
     blocks = find_layers(student, student.config)[0]
     block: Any = blocks[len(blocks) // 2]
@@ -39,14 +39,32 @@ def time_parts(bench: Bench) -> dict[str, tuple[float, float]]:
         "teacher's attention": (lambda x: teacher(x, position_embeddings=rope, attention_mask=None)[0], [x]),
         "mixer": (lambda x: mixer(x, position_embeddings=rope)[0], [x]),
         "mixer without projections": _core(mixer, x, rope),
-        "transfer's error": (lambda x: normalized_error(x, target).reshape(1), [x]),
+        "transfer's error": (lambda x: normalized_error(x, target), [x]),
     }
     target = torch.randn_like(x)
     found = {}
     for part, (run, inputs) in runs.items():
-        found[part] = forward_and_both(run, inputs, _REPEATS)[:2]
+        found[part] = _times(run, inputs)
     found["loss"] = _loss(bench, x.flatten(0, 1))
+    student.zero_grad()
     return found
+
+
+def _times(run: Any, inputs: list[torch.Tensor]) -> tuple[float, float]:
+    """Milliseconds without gradients, and with those of the inputs and of what trains."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    gradient = torch.randn_like(run(*leaves))
+
+    def forward() -> None:
+        with torch.no_grad():
+            run(*inputs)
+
+    def both() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.backward(run(*leaves), gradient)
+
+    return time_ms(forward, _REPEATS), time_ms(both, _REPEATS)
 
 
 def _core(mixer: Any, x: torch.Tensor, rope: Any) -> tuple[Any, list[torch.Tensor]]:
@@ -73,4 +91,4 @@ def _loss(bench: Bench, hidden: torch.Tensor) -> tuple[float, float]:
     def run(hidden: torch.Tensor) -> torch.Tensor:
         return linear_kl(hidden, head.weight, other, head.weight, labels=labels, ce_weight=0.02).loss
 
-    return forward_and_both(run, [hidden], 5)[:2]
+    return _times(run, [hidden])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linearize.convert.errors import ConversionError
 from linearize.convert.surgery import build_student
-from linearize.distill.benchmarks import ROWS, Settings, bench_training, flops, random_teacher, report_json, report_text
+from linearize.distill.benchmarks import (
+    ROWS,
+    Settings,
+    bench_training,
+    flops,
+    parts,
+    random_teacher,
+    report_json,
+    report_text,
+)
 from linearize.distill.benchmarks.kernels import group_of, summarize
 from linearize.distill.benchmarks.training import Bench
 from linearize.distill.stages import Lora, Stage, Transfer
@@ -68,6 +78,24 @@ def test_every_row_has_numbers_and_they_can_be_stored() -> None:
     stored = json.loads(json.dumps(report_json(report)))
     assert stored["rows"][2]["flops"]["total"] == report.rows[2].flops.total
     assert all(name in report_text(report) for name in (*ROWS, "tiny to rodimus", "time"))
+
+
+def test_parts_of_a_layer_run_forward_and_backward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bench = Bench(tiny())
+    bench.prepare(Lora(), tmp_path)
+    runs: list[int] = []
+
+    def once(run: Callable[[], None], repeats: int) -> float:
+        run()
+        runs.append(repeats)
+        return 1.0
+
+    monkeypatch.setattr(parts, "time_ms", once)
+    before = dict(vars(parts.student_mixers(bench.student)[1]))
+    found = parts.time_parts(bench)
+    assert {"norm, fused", "MLP", "mixer", "mixer without projections", "loss"} <= set(found)
+    assert len(runs) == 2 * len(found)
+    assert vars(parts.student_mixers(bench.student)[1]).keys() == before.keys()
 
 
 @pytest.mark.parametrize(
