@@ -90,7 +90,7 @@ def transfer_step(student: PreTrainedModel, context: int) -> Flops:
     """The teacher up to its last attention, and every mixer forward and backward on inputs without gradient."""
     total = teacher_forward(student, context, head=False, last_mlp=False)
     for mixer in student_mixers(student):
-        linear = sum(2 * module.weight.numel() for _, module in _linears(mixer))
+        linear = 2.0 * sum(module.weight.numel() for _, module in _linears(mixer))
         linear += _backward_of_linears(mixer, mixer.spec, False)
         total += Flops(linear, 3 * _mixing(mixer, student, context))
     return total

@@ -29,6 +29,7 @@ def time_parts(bench: Bench) -> dict[str, tuple[float, float]]:
     mixer = mixers[len(mixers) // 2]
     shape = settings.batch_size, settings.context, student.config.hidden_size
     x = torch.randn(shape, device=bench.device, dtype=settings.dtype)
+    target = torch.randn_like(x)
     positions = torch.arange(settings.context, device=bench.device)[None]
     rope = student.get_decoder().rotary_emb(x, positions)
     teacher = mixer.attention
@@ -41,7 +42,6 @@ def time_parts(bench: Bench) -> dict[str, tuple[float, float]]:
         "mixer without projections": _core(mixer, x, rope),
         "transfer's error": (lambda x: normalized_error(x, target), [x]),
     }
-    target = torch.randn_like(x)
     found = {}
     for part, (run, inputs) in runs.items():
         found[part] = _times(run, inputs)
