@@ -21,7 +21,7 @@ from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import Hybrid, HybridOptions, Recurrence, Tokens
-from linearize.convert.mixers.parts import HeadNorm, SigmoidGate, position_in_sequence
+from linearize.convert.mixers.parts import HeadNorm, position_in_sequence
 
 
 class CosFormer2Options(HybridOptions):
@@ -35,14 +35,13 @@ class CosineRecurrence(Recurrence):
 
     def __init__(self, spec: AttentionSpec, options: CosFormer2Options, layer: int, layers: int) -> None:
         super().__init__(spec, options, layer, layers)
-        self.norm = HeadNorm(spec.num_heads, spec.head_dim)
-        self.gate = SigmoidGate(spec.hidden_size, options.rank, spec.num_heads, spec.head_dim)
+        self.norm = HeadNorm(spec, "sigmoid", options.rank)
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
         position, count = _positions(tokens, None if state is None else state["count"])
         q, k = lrpe(F.silu(tokens.q), position), lrpe(F.silu(tokens.k), position)
         o, memory = tokens.linear_attention(q, k, tokens.v, None, state)
-        return self.norm(o) * self.gate(tokens.x), {"memory": memory, "count": count}
+        return self.norm(o, tokens.x), {"memory": memory, "count": count}
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         heads, width = self.spec.num_heads, self.spec.head_dim
@@ -55,7 +54,7 @@ def lrpe(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     theta = 10000.0 ** (-2 * torch.arange(half, device=x.device) / width)
     angle = position[..., None, None] * theta
     turning, still = x[..., :half], x[..., half:]
-    return torch.cat([turning * angle.cos(), still, turning * angle.sin()], -1)
+    return torch.cat([turning * angle.cos().to(x.dtype), still, turning * angle.sin().to(x.dtype)], -1)
 
 
 def _positions(tokens: Tokens, count: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +64,7 @@ def _positions(tokens: Tokens, count: torch.Tensor | None) -> tuple[torch.Tensor
     if tokens.cu_seqlens is not None:
         position = position_in_sequence(length, tokens.cu_seqlens)[None].float()
         return position, position[:, -1:] + 1
-    real = tokens.x.new_ones(batch, length) if tokens.mask is None else tokens.mask.float()
+    real = tokens.x.new_ones(batch, length, dtype=torch.float32) if tokens.mask is None else tokens.mask.float()
     read = real.cumsum(1) if count is None else real.cumsum(1) + count
     return read - 1, read[:, -1:]
 

@@ -23,8 +23,8 @@ from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import Hybrid, HybridOptions, Recurrence, Tokens
-from linearize.convert.mixers.parts import CausalConv, HeadMap, HeadNorm
-from linearize.kernels.delta_rule import delta_rule
+from linearize.convert.mixers.parts import CausalConv, HeadMap, HeadNorm, Linear, is_step
+from linearize.kernels.delta_rule import delta_rule, delta_rule_step
 
 WRITING_STRENGTHS = (0.02, 0.1, 0.3, 0.8)
 """The β that calibration tries."""
@@ -46,10 +46,10 @@ class DeltaRule(Recurrence):
         self.short_conv, self.rope = options.conv, options.rope
         self.conv = CausalConv(3 * spec.num_heads * spec.head_dim, options.conv) if options.conv else None
         self.q_map, self.k_map = HeadMap(*shape), HeadMap(*shape)
-        self.strength = nn.Linear(spec.hidden_size, spec.num_heads)
+        self.strength = Linear(spec.hidden_size, spec.num_heads)
         nn.init.zeros_(self.strength.weight)
         nn.init.constant_(self.strength.bias, _logit(0.1))
-        self.norm = HeadNorm(*shape)
+        self.norm = HeadNorm(spec)
 
     def log_decay(self, tokens: Tokens) -> torch.Tensor | None:
         """`[B, T, H]` or `[B, T, H, K]`; None for no decay."""
@@ -69,9 +69,11 @@ class DeltaRule(Recurrence):
         q, k = (F.normalize(F.silu(x), dim=-1, eps=1e-6) for x in (q, k))
         strength, log_decay = self.strength(tokens.x).sigmoid(), self.log_decay(tokens)
         if tokens.mask is not None:  # padding neither writes nor decays
-            strength = strength * tokens.mask[..., None]
-            if log_decay is not None:
-                log_decay = log_decay * tokens.mask.view(*tokens.mask.shape, *(1,) * (log_decay.dim() - 2))
+            strength, log_decay = strength * tokens.mask[..., None], tokens.masked(log_decay)
+        if state is not None and is_step(q, state):
+            memory, decay = state["memory"], None if log_decay is None else log_decay[:, 0]
+            o = delta_rule_step(q[:, 0], k[:, 0], v[:, 0], strength[:, 0], memory, decay, scale=1.0)[:, None]
+            return self.norm(o, tokens.x), {"memory": memory, **new_state}
         o, memory = delta_rule(
             q,
             k,
@@ -84,7 +86,7 @@ class DeltaRule(Recurrence):
             cu_seqlens=tokens.cu_seqlens,
         )
         assert memory is not None
-        return self.norm(o), {"memory": memory, **new_state}
+        return self.norm(o, tokens.x), {"memory": memory, **new_state}
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = super().state_shapes()

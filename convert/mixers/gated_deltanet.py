@@ -12,16 +12,15 @@ teacher's lookback and shorter ones, then β, head by head.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
 
 from linearize.convert.attention_spec import AttentionSpec
-from linearize.convert.cache import State
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.deltanet import DeltaOptions, DeltaRule
 from linearize.convert.mixers.hybrid import DecayOptions, Hybrid, Tokens
-from linearize.convert.mixers.parts import SwishGate, decay_rate, inverse_softplus
+from linearize.convert.mixers.parts import HeadNorm, Linear, decay_rate, inverse_softplus
+from linearize.kernels.gate_prep import softplus_gate
 
 
 class GatedDeltaOptions(DecayOptions, DeltaOptions):
@@ -36,19 +35,15 @@ class GatedDeltaRule(DeltaRule):
     def __init__(self, spec: AttentionSpec, options: GatedDeltaOptions, layer: int, layers: int) -> None:
         super().__init__(spec, options, layer, layers)
         self.options = options
-        self.step = nn.Linear(spec.hidden_size, spec.num_heads)
+        self.step = Linear(spec.hidden_size, spec.num_heads)
         self.A_log = nn.Parameter(torch.zeros(spec.num_heads))
-        self.gate = SwishGate(spec.hidden_size, options.rank, spec.num_heads, spec.head_dim)
+        self.norm = HeadNorm(spec, "swish", options.rank)
         nn.init.zeros_(self.step.weight)
         with torch.no_grad():
             self.step.bias.copy_(inverse_softplus(decay_rate(options.half_lives(spec.num_heads))))
 
     def log_decay(self, tokens: Tokens) -> torch.Tensor:
-        return -self.A_log.exp() * F.softplus(self.step(tokens.x))
-
-    def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
-        o, new_state = super().forward(tokens, state)
-        return o * self.gate(tokens.x), new_state
+        return softplus_gate(self.step.product(tokens.x), self.A_log, self.step.bias)[0]
 
     def starts(self, tokens: Tokens, lookback: torch.Tensor) -> list[list[dict[str, torch.Tensor]]]:
         half_lives = self.options.half_lives_to_try(lookback, 1)

@@ -18,7 +18,7 @@ from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import DecayOptions, Hybrid, Recurrence, Tokens
-from linearize.convert.mixers.parts import HeadNorm, SwishGate, decay_rate, inverse_logsigmoid
+from linearize.convert.mixers.parts import HeadNorm, Linear, decay_rate, inverse_logsigmoid
 
 TEMPERATURE = 16.0
 
@@ -36,10 +36,9 @@ class GatedRetentionRecurrence(Recurrence):
     def __init__(self, spec: AttentionSpec, options: GatedRetentionOptions, layer: int, layers: int) -> None:
         super().__init__(spec, options, layer, layers)
         self.options = options
-        self.decay = nn.Linear(spec.hidden_size, spec.num_heads)
+        self.decay = Linear(spec.hidden_size, spec.num_heads)
         nn.init.zeros_(self.decay.weight)
-        self.norm = HeadNorm(spec.num_heads, spec.head_dim)
-        self.gate = SwishGate(spec.hidden_size, options.rank, spec.num_heads, spec.head_dim)
+        self.norm = HeadNorm(spec, "swish", options.rank)
         self.set_half_life(options.half_lives(spec.num_heads))
 
     @torch.no_grad()
@@ -51,7 +50,7 @@ class GatedRetentionRecurrence(Recurrence):
         q, k = tokens.rotate(tokens.q, tokens.k) if self.options.rope else (tokens.q, tokens.k)
         log_decay = F.logsigmoid(self.decay(tokens.x)) / TEMPERATURE
         o, memory = tokens.linear_attention(q, k, tokens.v, log_decay, state)
-        return self.norm(o) * self.gate(tokens.x), {"memory": memory}
+        return self.norm(o, tokens.x), {"memory": memory}
 
     def calibrate(self, tokens: Tokens, heads: torch.Tensor, lookback: torch.Tensor) -> None:
         self.set_half_life(self.options.half_lives_after(lookback, 1)[:, 0])

@@ -19,7 +19,7 @@ from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import DecayOptions, Hybrid, Recurrence, Tokens
-from linearize.convert.mixers.parts import HeadNorm, LowRank, SwishGate, decay_rate, inverse_logsigmoid
+from linearize.convert.mixers.parts import HeadNorm, LowRank, decay_rate, inverse_logsigmoid
 
 TEMPERATURE = 16.0
 
@@ -39,8 +39,7 @@ class GLARecurrence(Recurrence):
         shape = (spec.num_heads, spec.head_dim)
         self.options = options
         self.decay = LowRank(spec.hidden_size, options.rank, *shape)
-        self.norm = HeadNorm(*shape)
-        self.gate = SwishGate(spec.hidden_size, options.rank, *shape)
+        self.norm = HeadNorm(spec, "swish", options.rank)
         self.set_half_life(options.half_lives(spec.head_dim).expand(shape))
 
     def set_half_life(self, tokens: torch.Tensor) -> None:
@@ -51,7 +50,7 @@ class GLARecurrence(Recurrence):
         q, k = tokens.rotate(tokens.q, tokens.k) if self.options.rope else (tokens.q, tokens.k)
         log_decay = F.logsigmoid(self.decay(tokens.x)) / TEMPERATURE
         o, memory = tokens.linear_attention(q, k, tokens.v, log_decay, state)
-        return self.norm(o) * self.gate(tokens.x), {"memory": memory}
+        return self.norm(o, tokens.x), {"memory": memory}
 
     def calibrate(self, tokens: Tokens, heads: torch.Tensor, lookback: torch.Tensor) -> None:
         self.set_half_life(self.options.half_lives_after(lookback, self.spec.head_dim))

@@ -23,8 +23,8 @@ from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import DecayOptions, Hybrid, Recurrence, Tokens
-from linearize.convert.mixers.parts import HeadMap, HeadNorm, SwishGate, decay_rate, inverse_logsigmoid
-from linearize.kernels.slot_attention import slot_attention
+from linearize.convert.mixers.parts import HeadMap, HeadNorm, decay_rate, inverse_logsigmoid, is_step
+from linearize.kernels.slot_attention import slot_attention, slot_attention_step
 
 TEMPERATURE = 16.0
 ENTRY = 3.0
@@ -52,30 +52,35 @@ class GatedSlots(Recurrence):
         )
         self.forget_bias = nn.Parameter(_forget_bias(options.half_lives(options.slots)).repeat(spec.num_heads, 1))
         self.q_map = HeadMap(*shape)
-        self.norm = HeadNorm(*shape)
-        self.gate = SwishGate(spec.hidden_size, options.rank, *shape)
+        self.norm = HeadNorm(spec, "swish", options.rank)
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
-        forget = self.forget_bias - torch.einsum("bthk,hmk->bthm", tokens.k, self.entry)
+        forget = self.forget_bias - torch.einsum("bthk,hmk->bthm", tokens.k, self.entry.to(tokens.k.dtype))
         log_decay = F.logsigmoid(forget) / TEMPERATURE
         if tokens.mask is not None:
             log_decay = log_decay * tokens.mask[..., None, None]
+        taken = -torch.expm1(log_decay)
         q, k = self.q_map(tokens.q), tokens.k
         if self.options.rope:
             q, k = tokens.rotate(q, k)
+        before = None if state is None else (state["slot_keys"], state["slot_values"])
+        if state is not None and before is not None and is_step(q, state):
+            token = (t[:, 0] for t in (q, k, tokens.v, taken, log_decay))
+            o = slot_attention_step(*token, before, scale=self.spec.scaling)[:, None]
+            return self.norm(o, tokens.x), state
         o, slots = slot_attention(
             q,
             k,
             tokens.v,
-            -torch.expm1(log_decay),
+            taken,
             log_decay,
             scale=self.spec.scaling,
-            initial_state=None if state is None else (state["slot_keys"], state["slot_values"]),
+            initial_state=before,
             output_final_state=True,
             cu_seqlens=tokens.cu_seqlens,
         )
         assert slots is not None
-        return self.norm(o) * self.gate(tokens.x), {"slot_keys": slots[0], "slot_values": slots[1]}
+        return self.norm(o, tokens.x), {"slot_keys": slots[0], "slot_values": slots[1]}
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         shape = (self.spec.num_heads, self.options.slots, self.spec.head_dim)

@@ -43,7 +43,7 @@ class HGRN2Recurrence(Recurrence):
         self.forget_bias = nn.Parameter(torch.zeros(shape))
         bound = min(max(layer / layers, 0.01), 0.99)
         self.lower_bound = nn.Parameter(torch.full(shape, bound).logit())
-        self.norm = HeadNorm(*shape)
+        self.norm = HeadNorm(spec)
         self.set_half_life(options.half_lives(spec.head_dim).expand(shape))
 
     @torch.no_grad()
@@ -57,11 +57,11 @@ class HGRN2Recurrence(Recurrence):
         q = F.silu(self.q_map(tokens.q))
         f = self.forget_bias - self.k_map(tokens.k)
         k = ((1 - self.lower_bound.sigmoid()) * torch.sigmoid(-f)).clamp_max(LARGEST_KEY)
-        log_decay = torch.log1p(-k)
+        k, log_decay = k.to(q.dtype), torch.log1p(-k)
         if self.options.rope:
             q, k = tokens.rotate(q, k)
         o, memory = tokens.linear_attention(q, k, tokens.v, log_decay, state)
-        return self.norm(o), {"memory": memory}
+        return self.norm(o, tokens.x), {"memory": memory}
 
     @torch.no_grad()
     def calibrate(self, tokens: Tokens, heads: torch.Tensor, lookback: torch.Tensor) -> None:

@@ -22,8 +22,9 @@ from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
 from linearize.convert.calibration import CalibrationSample, attention_logits, least_squares
 from linearize.convert.mixers.base import Mixer, MixerOptions, Rope
+from linearize.convert.mixers.parts import Linear, is_step
 from linearize.convert.mixers.window import window_bytes, window_mix
-from linearize.kernels.linear_attention import linear_attention
+from linearize.kernels.linear_attention import linear_attention, linear_attention_step
 
 
 class HybridOptions(MixerOptions):
@@ -71,7 +72,10 @@ class DecayOptions(HybridOptions):
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a recurrence reads, float32, kv heads expanded to query heads, zeros at padding.
+    """What a recurrence reads, kv heads expanded to query heads, zeros at padding.
+
+    In bfloat16 where the teacher's projections come in it, which kernels read much faster; else in float32 (float16
+    too: a sum without decay outgrows it).
 
     Attributes:
         x: `[B, T, D]` the block's normalised input.
@@ -99,12 +103,18 @@ class Tokens:
         bonus: torch.Tensor | None = None,
         scale: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The kernel on `state["memory"]`; padding leaves the state untouched. Returns o and the next memory."""
+        """The kernel on `state["memory"]`; padding leaves the state untouched. Returns o in v's dtype and the next memory.
+
+        One token of decoding updates the memory in place.
+        """
         if self.mask is not None:
             v = v * self.mask[..., None, None]
-            if log_decay is not None:
-                mask = self.mask if log_decay.dim() < 4 else self.mask[..., None]
-                log_decay = log_decay * mask[..., None]
+            log_decay = self.masked(log_decay)
+        if state is not None and is_step(q, state):
+            token = log_decay if log_decay is None or log_decay.dim() == 1 else log_decay[:, 0]
+            memory = state["memory"]
+            o = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], memory, token, bonus=bonus, scale=scale)
+            return o[:, None], memory
         o, memory = linear_attention(
             q,
             k,
@@ -119,9 +129,15 @@ class Tokens:
         assert memory is not None
         return o, memory
 
+    def masked(self, log_decay: torch.Tensor | None) -> torch.Tensor | None:
+        """Log decays `[H]`, `[B, T, H]` or `[B, T, H, K]` that are 0 at padding, by token where there is any."""
+        if self.mask is None or log_decay is None:
+            return log_decay
+        return log_decay * self.mask.view(*self.mask.shape, *(1,) * max(1, log_decay.dim() - 2))
+
 
 class Recurrence(nn.Module):
-    """All new tensors of a mixer's recurrence, and what it computes. float32 throughout.
+    """All new tensors of a mixer's recurrence, which are float32, and what it computes.
 
     Args:
         layer, layers: the block's index and how many there are.
@@ -132,7 +148,10 @@ class Recurrence(nn.Module):
         self.spec = spec
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
-        """Output `[B, T, H, V]` and the state after the last token; `state` is None at a sequence's start."""
+        """Output `[B, T, H, V]` and the state after the last token, in float32; `state` is None at a sequence's start.
+
+        Where `is_step(tokens.x, state)`, the state's tensors may be updated in place.
+        """
         raise TypeError(f"{type(self).__name__} must implement forward()")
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -165,7 +184,7 @@ class Branch(nn.Module):
         self.scale = nn.Parameter(torch.full(shape, 0.01 if window else 1.0))
         if window:
             self.window_part = nn.Parameter(torch.zeros(shape))
-            self.log_mass = nn.Linear(spec.hidden_size, spec.num_heads)
+            self.log_mass = Linear(spec.hidden_size, spec.num_heads)
             nn.init.zeros_(self.log_mass.weight)
             nn.init.zeros_(self.log_mass.bias)
 
@@ -179,7 +198,7 @@ class Branch(nn.Module):
 
     def forward(self, y: torch.Tensor, window: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """Heads beside a window; all `[B, T, H, V]`, share `[B, T, H, 1]`."""
-        return window + share * (self.scale * y - self.window_part * window)
+        return torch.addcmul(window, share, torch.addcmul(self.scale * y, self.window_part, window, value=-1))
 
 
 class Hybrid(Mixer):
@@ -213,12 +232,13 @@ class Hybrid(Mixer):
         cu_seqlens: torch.Tensor | None,
     ) -> Tokens:
         """q `[B, T, H, K]`, k and v `[B, T, H_kv, K]` as `project` returns them."""
-        x, q, k, v = (t.float() for t in (hidden_states, q, self.expand(k), self.expand(v)))
+        dtype = v.dtype if v.dtype == torch.bfloat16 else torch.float32
+        x, q, k, v = (t.to(dtype) for t in (hidden_states, q, self.expand(k), self.expand(v)))
         if padding_mask is not None:
             x = x * padding_mask[..., None]
             q, k, v = (t * padding_mask[..., None, None] for t in (q, k, v))
-        wide = None if rope is None else (rope[0].float(), rope[1].float())
-        return Tokens(x, q, k, v, padding_mask, cu_seqlens, lambda a, b: self.rotate(a, b, wide))
+        turns = None if rope is None else (rope[0].to(dtype), rope[1].to(dtype))
+        return Tokens(x, q, k, v, padding_mask, cu_seqlens, lambda a, b: self.rotate(a, b, turns))
 
     def mix(
         self,
@@ -236,7 +256,6 @@ class Hybrid(Mixer):
                 return self.branch.alone(y), new_state
             q, k = self.rotate(q, k, rope)
             window, lse, window_state = window_mix(self.spec, self.window, q, k, v, padding_mask, state, cu_seqlens)
-            window = window.float()
             heads = self.branch(y, window, self.branch.share(tokens.x, lse))
         if self.use != "both":
             heads = window if self.use == "window" else self.branch.alone(y)
@@ -246,7 +265,7 @@ class Hybrid(Mixer):
     def calibrate(self, sample: CalibrationSample) -> None:
         """The recurrence's own start, then s and c by least squares on the teacher's heads, r's bias by its mean."""
         q, k, v = self.project(sample.hidden_states)
-        tokens = self.tokens(sample.hidden_states, q, k, v, sample.rope, None, None)
+        tokens = self.tokens(sample.hidden_states, q.float(), k.float(), v.float(), sample.rope, None, None)
         logits = outside_window(attention_logits(self, sample), self.window)
         far = lookback(logits, self.window)
         branch, heads = self.branch, sample.heads.float()

@@ -12,16 +12,15 @@ give; without one, calibration tries the teacher's lookback and shorter ones, th
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
 
 from linearize.convert.attention_spec import AttentionSpec
-from linearize.convert.cache import State
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.deltanet import DeltaOptions, DeltaRule
 from linearize.convert.mixers.hybrid import DecayOptions, Hybrid, Tokens
-from linearize.convert.mixers.parts import LowRank, SigmoidGate, decay_rate, inverse_softplus
+from linearize.convert.mixers.parts import HeadNorm, LowRank, decay_rate, inverse_softplus
+from linearize.kernels.gate_prep import softplus_gate
 
 
 class KDAOptions(DecayOptions, DeltaOptions):
@@ -35,19 +34,15 @@ class KimiDeltaRule(DeltaRule):
 
     def __init__(self, spec: AttentionSpec, options: KDAOptions, layer: int, layers: int) -> None:
         super().__init__(spec, options, layer, layers)
-        width, shape = spec.hidden_size, (spec.num_heads, spec.head_dim)
+        shape = (spec.num_heads, spec.head_dim)
         self.options = options
-        self.step = LowRank(width, options.rank, *shape)
+        self.step = LowRank(spec.hidden_size, options.rank, *shape)
         self.A_log = nn.Parameter(torch.zeros(spec.num_heads))
-        self.gate = SigmoidGate(width, options.rank, *shape)
+        self.norm = HeadNorm(spec, "sigmoid", options.rank)
         self.step.set_bias(inverse_softplus(decay_rate(options.half_lives(spec.head_dim).expand(shape))))
 
     def log_decay(self, tokens: Tokens) -> torch.Tensor:
-        return -self.A_log.exp()[:, None] * F.softplus(self.step(tokens.x))
-
-    def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
-        o, new_state = super().forward(tokens, state)
-        return o * self.gate(tokens.x), new_state
+        return softplus_gate(self.step.product(tokens.x), self.A_log, self.step.bias)[0]
 
     def starts(self, tokens: Tokens, lookback: torch.Tensor) -> list[list[dict[str, torch.Tensor]]]:
         half_lives = self.options.half_lives_to_try(lookback, self.spec.head_dim)

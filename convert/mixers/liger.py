@@ -40,7 +40,7 @@ class PooledKeyRecurrence(Recurrence):
     """Linear attention whose vector decay is read off the key."""
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
-        log_decay = F.logsigmoid(tokens.k) / TEMPERATURE
+        log_decay = F.logsigmoid(tokens.k.float()) / TEMPERATURE
         q, k = tokens.q.softmax(-1), tokens.k.softmax(-1)
         o, memory = tokens.linear_attention(q, k, tokens.v, log_decay, state)
         return o, {"memory": memory}
@@ -56,10 +56,10 @@ class Halves(Branch):
         return y
 
     def share(self, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        return x.new_tensor(0.5)
+        return lse.new_tensor(0.5)
 
     def forward(self, y: torch.Tensor, window: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        return torch.lerp(window, y, share)
+        return torch.lerp(window.to(y.dtype), y, share.to(y.dtype))
 
 
 @register

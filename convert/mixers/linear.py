@@ -37,14 +37,14 @@ class LinearRecurrence(Recurrence):
         self.rope = options.rope
         self.q_map = FeatureMap(options.feature_map, spec.num_heads, spec.head_dim)
         self.k_map = FeatureMap(options.feature_map, spec.num_heads, spec.head_dim)
-        self.norm = HeadNorm(spec.num_heads, spec.head_dim) if options.feature_map == "identity" else None
+        self.norm = HeadNorm(spec) if options.feature_map == "identity" else None
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
         q, k = tokens.rotate(tokens.q, tokens.k) if self.rope else (tokens.q, tokens.k)
         q, k = self.q_map(q), self.k_map(k)
         if self.norm is not None:
             o, memory = tokens.linear_attention(q, k, tokens.v, None, state)
-            return self.norm(o), {"memory": memory}
+            return self.norm(o, tokens.x), {"memory": memory}
         v = F.pad(tokens.v, (0, 1), value=1.0)
         o, memory = tokens.linear_attention(q, k, v, None, state, scale=1.0)
         return o[..., :-1] / o[..., -1:].clamp_min(SMALLEST_DENOMINATOR), {"memory": memory}

@@ -14,7 +14,6 @@ D starts at 0; without a window calibration sets it by least squares.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
 
@@ -23,7 +22,8 @@ from linearize.convert.cache import State
 from linearize.convert.calibration import least_squares
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import DecayOptions, Hybrid, Recurrence, Tokens
-from linearize.convert.mixers.parts import CausalConv, HeadNorm, SwishGate, decay_rate, inverse_softplus
+from linearize.convert.mixers.parts import CausalConv, HeadNorm, Linear, decay_rate, inverse_softplus
+from linearize.kernels.gate_prep import softplus_gate
 
 
 class Mamba2Options(DecayOptions):
@@ -42,12 +42,11 @@ class StateSpaceDual(Recurrence):
         super().__init__(spec, options, layer, layers)
         self.options = options
         self.conv = CausalConv(3 * spec.num_heads * spec.head_dim, options.conv) if options.conv else None
-        self.step = nn.Linear(spec.hidden_size, spec.num_heads)
+        self.step = Linear(spec.hidden_size, spec.num_heads)
         nn.init.zeros_(self.step.weight)
         self.A_log = nn.Parameter(torch.zeros(spec.num_heads))
         self.D = nn.Parameter(torch.zeros(spec.num_heads)) if options.D else None
-        self.gate = SwishGate(spec.hidden_size, options.rank, spec.num_heads, spec.head_dim)
-        self.norm = HeadNorm(spec.num_heads, spec.head_dim)
+        self.norm = HeadNorm(spec, "swish", options.rank, order="gate_then_norm")
         self.set_half_life(options.half_lives(spec.num_heads))
 
     @torch.no_grad()
@@ -58,8 +57,8 @@ class StateSpaceDual(Recurrence):
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
         y, v, new_state = self.scan(tokens, state)
         if self.D is not None:
-            y = y + self.D[:, None] * v
-        return self.norm(y * self.gate(tokens.x)), new_state
+            y = y + self.D[:, None].to(v.dtype) * v
+        return self.norm(y, tokens.x), new_state
 
     def scan(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, torch.Tensor, State]:
         """The state's output and the convolved v, both `[B, T, H, V]`, and the next state."""
@@ -72,9 +71,9 @@ class StateSpaceDual(Recurrence):
             q, k, v = flat.view_as(qkv).chunk(3, -1)
         if self.options.rope:
             q, k = tokens.rotate(q, k)
-        step = F.softplus(self.step(tokens.x))
-        log_decay = -step * self.A_log.exp()
-        y, new_state["memory"] = tokens.linear_attention(q, k * step[..., None], v, log_decay, state)
+        log_decay, step = softplus_gate(self.step.product(tokens.x), self.A_log, self.step.bias)
+        k = (k * step[..., None]).to(k.dtype)
+        y, new_state["memory"] = tokens.linear_attention(q, k, v, log_decay, state)
         return y, v, new_state
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -22,8 +22,8 @@ from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import DecayOptions, Hybrid, Recurrence, Tokens
-from linearize.convert.mixers.parts import HeadMap, HeadNorm, SigmoidGate, decay_rate, inverse_logsigmoid
-from linearize.kernels.mlstm import mlstm
+from linearize.convert.mixers.parts import HeadMap, HeadNorm, Linear, decay_rate, inverse_logsigmoid, is_step
+from linearize.kernels.mlstm import mlstm, mlstm_step
 
 CAP = 15.0
 SKIP = 1e4
@@ -45,12 +45,11 @@ class MatrixLSTM(Recurrence):
         shape = (spec.num_heads, spec.head_dim)
         self.options = options
         self.q_map, self.k_map = HeadMap(*shape), HeadMap(*shape)
-        self.gates = nn.Linear(spec.hidden_size, 2 * spec.num_heads, bias=False)
+        self.gates = Linear(spec.hidden_size, 2 * spec.num_heads, bias=False)
         self.key_weight = nn.Parameter(torch.zeros(shape))
         self.input_bias = nn.Parameter(torch.full((spec.num_heads,), 4.0))
         self.forget_bias = nn.Parameter(_forget_bias(options.half_lives(spec.num_heads)))
-        self.norm = HeadNorm(*shape)
-        self.gate = SigmoidGate(spec.hidden_size, options.rank, *shape)
+        self.norm = HeadNorm(spec, "sigmoid", options.rank)
         nn.init.zeros_(self.gates.weight)
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
@@ -62,20 +61,25 @@ class MatrixLSTM(Recurrence):
             q, k = tokens.rotate(q, k)
         if tokens.mask is not None:  # k is 0 at padding
             i, f = (z.masked_fill(~tokens.mask[..., None], skip) for z, skip in ((i, -SKIP), (f, SKIP)))
+        q, k, v = F.silu(q), F.silu(k), tokens.v
+        before = None if state is None else (state["maximum"], state["memory"], state["normaliser"])
+        if state is not None and before is not None and is_step(q, state):
+            y = mlstm_step(q[:, 0], k[:, 0], v[:, 0], i[:, 0], f[:, 0], before)[:, None]
+            return self.norm(y, tokens.x), state
         y, after = mlstm(
-            F.silu(q),
-            F.silu(k),
-            tokens.v,
+            q,
+            k,
+            v,
             i,
             f,
-            initial_state=None if state is None else (state["maximum"], state["memory"], state["normaliser"]),
+            initial_state=before,
             output_final_state=True,
             cu_seqlens=tokens.cu_seqlens,
         )
         assert after is not None
         maximum, memory, normaliser = after
         new_state = {"maximum": maximum, "memory": memory, "normaliser": normaliser}
-        return self.norm(y) * self.gate(tokens.x), new_state
+        return self.norm(y, tokens.x), new_state
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         heads, width = self.spec.num_heads, self.spec.head_dim

@@ -17,7 +17,7 @@ from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import Hybrid, HybridOptions, Recurrence, Tokens
-from linearize.convert.mixers.parts import ConstantDecay, HeadNorm, SwishGate
+from linearize.convert.mixers.parts import ConstantDecay, HeadNorm
 
 
 class RetNetOptions(HybridOptions):
@@ -34,13 +34,12 @@ class Retention(Recurrence):
         super().__init__(spec, options, layer, layers)
         self.rope = options.rope
         self.decay = ConstantDecay(-torch.log1p(-(2.0 ** (-5 - torch.arange(spec.num_heads)))))
-        self.norm = HeadNorm(spec.num_heads, spec.head_dim)
-        self.gate = SwishGate(spec.hidden_size, options.rank, spec.num_heads, spec.head_dim)
+        self.norm = HeadNorm(spec, "swish", options.rank)
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
         q, k = tokens.rotate(tokens.q, tokens.k) if self.rope else (tokens.q, tokens.k)
-        o, memory = tokens.linear_attention(q, k, tokens.v, self.decay(tokens.x), state)
-        return self.norm(o) * self.gate(tokens.x), {"memory": memory}
+        o, memory = tokens.linear_attention(q, k, tokens.v, self.decay(), state)
+        return self.norm(o, tokens.x), {"memory": memory}
 
     @torch.no_grad()
     def calibrate(self, tokens: Tokens, heads: torch.Tensor, lookback: torch.Tensor) -> None:

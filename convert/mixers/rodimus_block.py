@@ -20,7 +20,6 @@ W_out is the ridge regression of the teacher's heads. `load_released` reads a bl
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
 
@@ -29,8 +28,9 @@ from linearize.convert.cache import State
 from linearize.convert.errors import ConversionError
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import DecayOptions, Hybrid, Recurrence, Tokens
-from linearize.convert.mixers.parts import CausalConv, decay_rate, inverse_softplus
-from linearize.convert.mixers.rodimus import tempered
+from linearize.convert.mixers.parts import CausalConv, Linear, decay_rate, inverse_softplus
+from linearize.kernels.gate_prep import ddts_gates
+from linearize.kernels.norm_gate import norm_gate
 
 RELEASED = {
     "fc.weight": "fc.weight",
@@ -68,15 +68,15 @@ class RodimusBlockRecurrence(Recurrence):
         self.options = options
         width, self.inner = spec.hidden_size, options.expand * spec.hidden_size
         rank = options.rank or max(width // 64, 16)
-        self.fc = nn.Linear(width, 2 * self.inner, bias=False)
+        self.fc = Linear(width, 2 * self.inner, bias=False)
         self.conv = CausalConv(self.inner, options.conv)
-        self.qk = nn.Linear(self.inner, 2 * options.rows, bias=False)
-        self.value_down = nn.Linear(self.inner, rank, bias=False)
-        self.value_up = nn.Linear(rank, self.inner)
-        self.gates = nn.Linear(self.inner, 2 * options.rows)
+        self.qk = Linear(self.inner, 2 * options.rows, bias=False)
+        self.value_down = Linear(self.inner, rank, bias=False)
+        self.value_up = Linear(rank, self.inner)
+        self.gates = Linear(self.inner, 2 * options.rows)
         self.feedthrough = nn.Parameter(torch.ones(self.inner))
         self.norm = nn.Parameter(torch.ones(self.inner))
-        self.out = nn.Linear(self.inner, spec.num_heads * spec.head_dim, bias=False)
+        self.out = Linear(self.inner, spec.num_heads * spec.head_dim, bias=False)
         for linear in (self.fc, self.qk, self.value_down, self.out):
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
         for linear in (self.value_up, self.gates):
@@ -93,16 +93,16 @@ class RodimusBlockRecurrence(Recurrence):
     def features(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
         """What W_out reads, `[B, T, D_i]`, and the state."""
         x, z = self.fc(tokens.x).chunk(2, -1)
-        convolved, past = self.conv(x, None if state is None else state["conv"], tokens.cu_seqlens)
-        inside = F.silu(convolved)
-        q, k = self.qk(inside).chunk(2, -1)
-        v = torch.sigmoid(self.value_up(self.value_down(x))) * x
-        log_decay, log_input = tempered(*self.gates(inside).chunk(2, -1))
-        k = F.normalize(k, dim=-1, eps=1e-12) * log_input.exp()
-        q, k, v, log_decay = (t[:, :, None] for t in (q, k, v, log_decay))
-        o, memory = tokens.linear_attention(q, k, v, log_decay, state)
-        y = o[:, :, 0] + self.feedthrough * inside
-        return F.rms_norm(y * F.silu(z), (self.inner,), self.norm, 1e-5), {"memory": memory, "conv": past}
+        past = None if state is None else state["conv"]
+        inside, past = self.conv(x, past, tokens.cu_seqlens, activation="silu")
+        v = torch.sigmoid(self.value_up.rounded(self.value_down(x))) * x
+        projections = (*self.qk(inside).chunk(2, -1), *self.gates.product(inside).chunk(2, -1))
+        q, k, a, b = (t[:, :, None] for t in projections)  # one head
+        a_bias, b_bias = self.gates.bias[None].chunk(2, -1)
+        log_decay, k = ddts_gates(a, b, k, a_bias=a_bias, b_bias=b_bias)
+        o, memory = tokens.linear_attention(q, k, v[:, :, None], log_decay, state)
+        y = o[:, :, 0] + self.feedthrough.to(o.dtype) * inside
+        return norm_gate(y, self.norm, z, order="gate_then_norm"), {"memory": memory, "conv": past}
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
         features, new_state = self.features(tokens, state)

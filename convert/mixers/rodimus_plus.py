@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from typing import Any, cast
 
 import torch
@@ -44,13 +45,12 @@ class RodimusPlusOptions(RodimusOptions, SharedKeyOptions):
 
 
 class Hops(nn.Module):
-    """Scales of both hops' heads and the first hop's feedthrough. float32."""
+    """Scales of both hops' heads. float32."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         shape = (spec.num_heads, spec.head_dim)
         self.scale = nn.Parameter(torch.full(shape, 0.01))
-        self.feedthrough = nn.Parameter(torch.zeros(shape))
         self.window_scale = nn.Parameter(torch.ones(shape))
 
 
@@ -61,7 +61,7 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
     name = "rodimus++"
     Options = RodimusPlusOptions
     options: RodimusPlusOptions
-    float32_modules = ("gates", "branch", "maps", "shared_key")  # type: ignore[assignment]
+    float32_modules = ("recurrence", "branch", "shared_key")
     branch: Any
 
     def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: RodimusPlusOptions) -> None:
@@ -121,10 +121,9 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, State]:
         q, k, v = self.project(hidden_states)
-        if self.options.rope:
-            q, k = self.rotate(q, k, rope)
+        tokens = self.tokens(hidden_states, q, k, v, rope, padding_mask, cu_seqlens)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            y, new_state = self.recur(hidden_states, q, k, v, padding_mask, state, cu_seqlens)
+            y, new_state = self.recurrence(tokens, state)
         first = self.branch.scale * y
         if self.use == "window":
             first = torch.zeros_like(first)
@@ -153,8 +152,7 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
         if stream is not None and stream.shape == x.shape:
             x = self.hop_norm(stream + hop)
         q, k, v = self.project(x)
-        q, k = (t.to(v.dtype) for t in self.shared_key(q, k))
-        q, k = self.rotate(q, k, rope)
+        q, k = self.rotate(*self.shared_key(q, k), rope)
         heads, _, window_state = window_mix(self.spec, self.window, q, k, v, padding_mask, state, cu_seqlens)
         return heads.float(), window_state
 
@@ -165,9 +163,8 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
         SharedKeyAttention.calibrate(self, sample)
         x, branch = sample.hidden_states, self.branch
         q, k, v = self.project(x)
-        if self.options.rope:
-            q, k = self.rotate(q, k, sample.rope)
-        y, _ = self.recur(x, q, k, v, None, None, None)
+        tokens = self.tokens(x, q.float(), k.float(), v.float(), sample.rope, None, None)
+        y, _ = self.recurrence(tokens, None)
         first = torch.zeros_like(y)
         for _ in range(2):
             second, _ = self.window_heads(x, first, sample.rope, None, None, None)
@@ -178,9 +175,8 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
         del self.__dict__["first_hop"]
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:
-        memory = self.spec.num_heads * self.spec.head_dim * self.spec.head_dim * 4
-        conv = (self.options.conv - 1) * self.spec.hidden_size * 4
-        return memory + conv + SharedKeyAttention.state_bytes(self, context, dtype)
+        held = sum(4 * math.prod(shape) for shape in self.recurrence.state_shapes().values())
+        return held + SharedKeyAttention.state_bytes(self, context, dtype)
 
 
 def _give_stream(mixer: RodimusPlus, norm: nn.Module, args: tuple[Any, ...]) -> None:

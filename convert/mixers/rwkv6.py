@@ -20,7 +20,7 @@ from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import DecayOptions, Hybrid, Recurrence, Tokens
-from linearize.convert.mixers.parts import HeadNorm, LowRank, SwishGate, decay_rate, delayed, history
+from linearize.convert.mixers.parts import HeadNorm, LowRank, decay_rate, delayed, history
 
 
 class RWKV6Options(DecayOptions):
@@ -41,8 +41,7 @@ class FinchRecurrence(Recurrence):
         self.qkv_shift = LowRank(width, options.rank, spec.num_heads, 3 * spec.head_dim)
         self.decay = LowRank(width, options.rank, *shape)
         self.bonus = nn.Parameter(torch.ones(shape))
-        self.norm = HeadNorm(*shape)
-        self.gate = SwishGate(width, options.rank, *shape)
+        self.norm = HeadNorm(spec, "swish", options.rank)
         self.set_half_life(options.half_lives(spec.head_dim).expand(shape))
 
     def set_half_life(self, tokens: torch.Tensor) -> None:
@@ -56,7 +55,7 @@ class FinchRecurrence(Recurrence):
             q, k = tokens.rotate(q, k)
         log_decay = -self.decay(x).exp()
         o, memory = tokens.linear_attention(q, k, v, log_decay, state, bonus=self.bonus, scale=1.0)
-        return self.norm(o) * self.gate(tokens.x), {"memory": memory, "shift": shift}
+        return self.norm(o, tokens.x), {"memory": memory, "shift": shift}
 
     def _shifted(self, tokens: Tokens, past: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x `[B, T, D]` and q, k, v `[B, T, H, 3K]` mixed with the token before, and what the next token needs."""
@@ -65,9 +64,9 @@ class FinchRecurrence(Recurrence):
         longer = history(torch.cat([tokens.x, qkv.flatten(-2)], -1), past, 1)
         before = delayed(longer, 1, length, tokens.cu_seqlens)
         x_before, qkv_before = before.split([self.spec.hidden_size, qkv[0, 0].numel()], -1)
-        x = torch.lerp(tokens.x, x_before, self.x_shift)
-        qkv = torch.lerp(qkv, qkv_before.view_as(qkv), self.qkv_shift(tokens.x))
-        return x, qkv, longer[:, length:]
+        x = torch.lerp(tokens.x, x_before, self.x_shift.to(x_before.dtype))
+        qkv = torch.lerp(qkv, qkv_before.view_as(qkv), self.qkv_shift.rounded(tokens.x))
+        return x, qkv, longer[:, length:].float()
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         spec = self.spec

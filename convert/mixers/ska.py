@@ -42,9 +42,9 @@ class SharedKey(nn.Module):
         self.k_map = nn.Parameter(torch.eye(spec.head_dim).repeat(spec.num_kv_heads, 1, 1) / spec.num_kv_heads)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q `[B, T, H, K]` and k `[B, T, H_kv, K]` before RoPE -> q̃ of q's shape and k̃ `[B, T, 1, K]`, in float32."""
+        """q `[B, T, H, K]` and k `[B, T, H_kv, K]` before RoPE -> q̃ of q's shape and k̃ `[B, T, 1, K]`."""
         with torch.autocast(q.device.type, enabled=False):
-            return self.q_map(q.float()), torch.einsum("bthk,hkc->btc", k.float(), self.k_map)[:, :, None]
+            return self.q_map(q), torch.einsum("bthk,hkc->btc", k, self.k_map.to(k.dtype))[:, :, None]
 
 
 @register
@@ -76,8 +76,7 @@ class SharedKeyAttention(Mixer):
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, State]:
         q, k, v = self.project(hidden_states)
-        q, k = (x.to(v.dtype) for x in self.shared_key(q, k))
-        q, k = self.rotate(q, k, rope)
+        q, k = self.rotate(*self.shared_key(q, k), rope)
         heads, _, state = window_mix(self.spec, self.window, q, k, v, padding_mask, state, cu_seqlens)
         return heads, state
 
@@ -129,7 +128,7 @@ class SharedKeyAttention(Mixer):
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:
         heads = 1 + self.spec.num_kv_heads
-        return (self.window - 1) * (heads * self.spec.head_dim * dtype.itemsize + 1)
+        return self.window * heads * self.spec.head_dim * dtype.itemsize + 8
 
 
 def _centred(k: torch.Tensor, stretch: int) -> torch.Tensor:

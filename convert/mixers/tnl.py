@@ -18,7 +18,7 @@ from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import Hybrid, HybridOptions, Recurrence, Tokens
-from linearize.convert.mixers.parts import ConstantDecay, HeadNorm, SigmoidGate
+from linearize.convert.mixers.parts import ConstantDecay, HeadNorm
 
 
 class TNLOptions(HybridOptions):
@@ -42,16 +42,15 @@ class LightningRecurrence(Recurrence):
         super().__init__(spec, options, layer, layers)
         self.options = options
         self.decay = ConstantDecay(lightning_rates(spec.num_heads, layer, layers))
-        self.norm = HeadNorm(spec.num_heads, spec.head_dim)
-        self.gate = SigmoidGate(spec.hidden_size, options.rank, spec.num_heads, spec.head_dim)
+        self.norm = HeadNorm(spec, "sigmoid", options.rank)
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
         q, k = F.silu(tokens.q), F.silu(tokens.k)
         if self.options.rope:
             q, k = tokens.rotate(q, k)
         v = F.silu(tokens.v) if self.options.value_silu else tokens.v
-        o, memory = tokens.linear_attention(q, k, v, self.decay(tokens.x), state)
-        return self.norm(o) * self.gate(tokens.x), {"memory": memory}
+        o, memory = tokens.linear_attention(q, k, v, self.decay(), state)
+        return self.norm(o, tokens.x), {"memory": memory}
 
     def calibrate(self, tokens: Tokens, heads: torch.Tensor, lookback: torch.Tensor) -> None:
         self.decay.order(lookback)

@@ -1,4 +1,4 @@
-"""The softmax window that stands beside every recurrent mixer, with its own small cache."""
+"""The softmax window that stands beside every recurrent mixer, with its own small cache, a ring of slots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 
 from linearize.convert.attention_spec import AttentionSpec
 from linearize.convert.cache import State
-from linearize.kernels.window_attention import window_attention
+from linearize.convert.mixers.parts import is_step
+from linearize.kernels.window_attention import last_tokens, window_attention, window_attention_step, window_cache
 
 
 def window_mix(
@@ -24,50 +25,38 @@ def window_mix(
     Args:
         q: `[B, T, H, K]` after RoPE; k, v: `[B, T, H_kv, K]`, k after RoPE.
         padding_mask: `[B, T]`, True at real tokens.
-        state: holds `window_key`, `window_value` `[B, W-1, H_kv, K]` and `window_mask` `[B, W-1]`.
+        state: holds `window_key`, `window_value` `[B, W, H_kv, K]`, in the slots of `window_attention_step`, and
+            `window_position` `[B]`. One token of decoding updates them in place.
 
     Returns:
         o `[B, T, H, K]`, the log-sum-exp of the visible logits `[B, T, H]` (float32), and the next state.
     """
-    if spec.sliding_window is not None:
-        window = min(window, spec.sliding_window)
-    batch, tokens = q.shape[:2]
-    mask = padding_mask if padding_mask is not None else torch.ones(batch, tokens, dtype=torch.bool, device=q.device)
-    keys, values, visible = k, v, mask
+    window = _width(spec, window)
+    options = {"window": window, "scale": spec.scaling, "softcap": spec.softcap, "return_lse": True}
+    if state is not None and is_step(q, state):
+        ring = {name: state[name] for name in ("window_key", "window_value", "window_position")}
+        mask = None if padding_mask is None else padding_mask[:, 0]
+        o, lse = window_attention_step(q[:, 0], k[:, 0], v[:, 0], *ring.values(), key_mask=mask, **options)
+        return o[:, None], lse[:, None], ring
+    visible = padding_mask
     if state is not None:
-        keys = torch.cat([state["window_key"], k], 1)
-        values = torch.cat([state["window_value"], v], 1)
-        visible = torch.cat([state["window_mask"], mask], 1)
-    o, lse = window_attention(
-        q,
-        keys,
-        values,
-        window=window,
-        scale=spec.scaling,
-        softcap=spec.softcap,
-        key_mask=visible if padding_mask is not None or state is not None else None,
-        cu_seqlens=cu_seqlens,
-        return_lse=True,
-    )
-    kept = window - 1
-    new_state = {
-        "window_key": _last(keys, kept),
-        "window_value": _last(values, kept),
-        "window_mask": _last(visible, kept),
-    }
-    return o, lse, new_state
+        position, kept = state["window_position"], window - 1
+        before = torch.arange(kept, device=k.device) >= kept - position[:, None]
+        now = k.new_ones(k.shape[:2], dtype=torch.bool) if padding_mask is None else padding_mask
+        visible = torch.cat([before, now], 1)
+        k = torch.cat([last_tokens(state["window_key"], position, kept), k], 1)
+        v = torch.cat([last_tokens(state["window_value"], position, kept), v], 1)
+    o, lse = window_attention(q, k, v, key_mask=visible, cu_seqlens=cu_seqlens, **options)
+    # Positions count from the first key kept here: slots depend on nothing before it.
+    keys, values, position = window_cache(k, v, window, key_mask=visible)
+    return o, lse, {"window_key": keys, "window_value": values, "window_position": position}
 
 
 def window_bytes(spec: AttentionSpec, window: int, dtype: torch.dtype) -> int:
     """Bytes of the window's cache for one sequence."""
-    if spec.sliding_window is not None:
-        window = min(window, spec.sliding_window)
-    return (window - 1) * (2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize + 1)
+    return 2 * _width(spec, window) * spec.num_kv_heads * spec.head_dim * dtype.itemsize + 8
 
 
-def _last(x: torch.Tensor, count: int) -> torch.Tensor:
-    """The last `count` entries along time, zeros (False) in front where there are fewer."""
-    missing = count - x.shape[1]
-    if missing > 0:
-        x = torch.cat([x.new_zeros(x.shape[0], missing, *x.shape[2:]), x], 1)
-    return x[:, x.shape[1] - count :]
+def _width(spec: AttentionSpec, window: int) -> int:
+    """Never more than the teacher's own window."""
+    return window if spec.sliding_window is None else min(window, spec.sliding_window)

@@ -124,7 +124,8 @@ def _watch(
 
     def mix(start: int, end: int, state: State | None) -> State:
         part = None if rope is None else tuple(x[:, start:end] for x in rope)
-        return mixer.mix(hidden_states[:, start:end], part, None, state)[1]
+        own = None if state is None else {n: t.clone() for n, t in state.items()}  # a single token updates it in place
+        return mixer.mix(hidden_states[:, start:end], part, None, own)[1]
 
     full = mix(0, fill, None)
     name = matrix_name(full)

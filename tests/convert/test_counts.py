@@ -125,7 +125,7 @@ def test_a_conversion_has_the_published_parameters_but_for_what_it_adds(name: st
     options = {"window": 0} | ({} if name == "hgrn2" else {"rank": d // h})
     student = build_student(AutoModelForCausalLM.from_config(config(d, h, layers)), name, **options)
     recurrence = student.mixers[0].recurrence
-    matrices = sum(p.numel() for n, p in recurrence.named_parameters() if n.startswith("gate.") and p.dim() > 1)
+    matrices = sum(p.numel() for n, p in recurrence.named_parameters() if n.startswith("norm.gate.") and p.dim() > 1)
     published = ARCHITECTURES[name].parameters(layers, d, h) - ARCHITECTURES["llama"].parameters(layers, d, h)
     if name == "tnl":
         assert layers * matrices == published

@@ -48,7 +48,7 @@ def test_the_block_written_out(family: str, two_hop: bool) -> None:
 
     h = block.input_layernorm(x)
     q, k, v = mixer.project(h)
-    y, _ = mixer.recur(h, q, k, v, None, None, None)
+    y, _ = mixer.recurrence(mixer.tokens(h, q, k, v, rope, None, None), None)
     middle = x + mixer.output(mixer.branch.scale * y)
     q, k, v = mixer.project(mixer.hop_norm(middle))
     q, k = mixer.rotate(*mixer.shared_key(q, k), rope)
