@@ -75,7 +75,7 @@ def _add_dq(
     return tl.dot(ds.to(key.dtype), key, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["B", "T", "S", "window", "sinks"])
+@triton.jit(do_not_specialize=["B", "T", "S", "window", "sinks", "sequence_b"])
 def _queries(
     q_ptr,
     k_ptr,
@@ -95,6 +95,7 @@ def _queries(
     real_ptr,
     sink_ptr,
     sequence_ptr,
+    sequence_b,
     logit_scale,
     cap,
     q_b,
@@ -136,6 +137,8 @@ def _queries(
     ok = row < T * R
     t = row // R
     i = t + (S - T)
+    if PACKED:
+        sequence_ptr += b * sequence_b
     first_i = block * M // R + (S - T)
     last_i = tl.minimum((block * M + M - 1) // R, T - 1) + (S - T)
     start = sequence_start(sequence_ptr, i, ok, PACKED)
@@ -275,7 +278,7 @@ def _add_dkdv(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["B", "T", "S", "window", "sinks"])
+@triton.jit(do_not_specialize=["B", "T", "S", "window", "sinks", "sequence_b"])
 def _keys(
     q_ptr,
     k_ptr,
@@ -294,6 +297,7 @@ def _keys(
     real_ptr,
     sink_ptr,
     sequence_ptr,
+    sequence_b,
     logit_scale,
     cap,
     q_b,
@@ -334,6 +338,7 @@ def _keys(
     exists = j < S
     stop = tl.zeros([N], tl.int32) + S
     if PACKED:
+        sequence_ptr += b * sequence_b
         stop = tl.load(sequence_ptr + S + j, mask=exists, other=0)
     reach = tl.minimum(j + window, stop)  # the first position that does not see the key
     if SINKS:
@@ -401,8 +406,9 @@ def backward(
     dlse: Tensor | None,
     scale: float,
     band: Band,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `forward`'s q, k and v; o, lse and dlse contiguous, the others with unit stride in the last."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `forward`'s q, k and v, and delta [B,T,H] = Σ do·o − dlse; o, lse and dlse contiguous, the others with
+    unit stride in the last."""
     B, T, H, K = q.shape
     S, V = k.shape[1], v.shape[3]
     options = band.options(q, k, v, "queries")
@@ -420,4 +426,4 @@ def backward(
     _keys[(B * groups * triton.cdiv(S, options["N"]),)](
         q, k, v, do, lse, delta, dk, dv, scale, *arguments, *strides, **options
     )
-    return dq, sum_groups(dk, k.shape[2]), sum_groups(dv, v.shape[2])
+    return dq, sum_groups(dk, k.shape[2]), sum_groups(dv, v.shape[2]), delta

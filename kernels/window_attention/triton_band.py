@@ -6,7 +6,7 @@ Query t stands at position t + S − T of the S keys. It sees key j if
 
     start <= j <= i  and  (j > i − window  or  j < sink end)  and  j is real,
 
-start being where its sequence begins: 0, or a packed sequence's first position.
+start being where its sequence begins: 0, a packed sequence's first position, or what the caller says.
 
 Suffixes: B batch, T queries, S keys, H query heads, R heads in a group, K key width, V value width; M rows and
 N keys in a block.
@@ -65,9 +65,11 @@ class Band:
         window: int,
         sinks: int,
         softcap: float | None,
-        key_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        first: Tensor | None = None,
     ) -> None:
+        """Instead of `cu_seqlens`, `first` [B or 1, T] int32 says where what each query sees starts; it never falls."""
         self.window, self.sinks, self.softcap = min(window, S), min(sinks, S), softcap
         self.real = None if key_mask is None else key_mask.contiguous()
         self.sink_range = self.sequence = None
@@ -79,13 +81,19 @@ class Band:
             bounds = cu_seqlens.to(torch.int32)
             position = torch.arange(S, dtype=torch.int32, device=bounds.device)
             after = torch.searchsorted(bounds, position, right=True)
-            self.sequence = torch.stack([bounds[after - 1], bounds[after]])
+            self.sequence = torch.stack([bounds[after - 1], bounds[after]])[None]
+        if first is not None:  # as if a sequence started there, and stopped where a key is seen no more
+            rows, earlier = first.shape[0], S - first.shape[1]
+            key = torch.arange(S, dtype=torch.int32, device=first.device).expand(rows, S).contiguous()
+            stop = earlier + torch.searchsorted(first.contiguous(), key, right=True, out_int32=True)
+            self.sequence = torch.stack([torch.nn.functional.pad(first, (earlier, 0)), stop], 1)
 
     def arguments(self, q: Tensor, k: Tensor, scale: float) -> list[Any]:
         """What each kernel takes after its tensors, but for strides."""
         logit_scale = scale * LOG2E if self.softcap is None else scale / self.softcap
         cap = 0.0 if self.softcap is None else self.softcap * LOG2E
-        where = (self.window, self.sinks, self.real, self.sink_range, self.sequence)
+        sequence_b = 0 if self.sequence is None or len(self.sequence) == 1 else self.sequence.stride(0)
+        where = (self.window, self.sinks, self.real, self.sink_range, self.sequence, sequence_b)
         return [q.shape[0], q.shape[1], k.shape[1], *where, logit_scale, cap]
 
     def options(self, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> dict[str, Any]:

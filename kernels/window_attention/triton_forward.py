@@ -76,7 +76,7 @@ def _absorb(
     return acc, highest, total
 
 
-@triton.jit(do_not_specialize=["B", "T", "S", "window", "sinks"])
+@triton.jit(do_not_specialize=["B", "T", "S", "window", "sinks", "sequence_b"])
 def _forward(
     q_ptr,
     k_ptr,
@@ -91,6 +91,7 @@ def _forward(
     real_ptr,
     sink_ptr,
     sequence_ptr,
+    sequence_b,
     logit_scale,
     cap,
     q_b,
@@ -128,6 +129,8 @@ def _forward(
     ok = row < T * R
     t = row // R
     i = t + (S - T)
+    if PACKED:
+        sequence_ptr += b * sequence_b
     first_i = block * M // R + (S - T)
     last_i = tl.minimum((block * M + M - 1) // R, T - 1) + (S - T)
     start = sequence_start(sequence_ptr, i, ok, PACKED)

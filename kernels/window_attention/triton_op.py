@@ -50,7 +50,7 @@ def _backward_op(
     *band: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with on_device(q):
-        return backward(q, k, v, o, lse, do, dlse, scale, Band(k.shape[1], *band))
+        return backward(q, k, v, o, lse, do, dlse, scale, Band(k.shape[1], *band))[:3]
 
 
 @_backward_op.register_fake
