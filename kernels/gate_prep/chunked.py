@@ -27,9 +27,10 @@ def ddts_gates_chunked(
     # exp(logsigmoid(b)): the derivative of torch.sigmoid, σ (1 − σ), loses its digits where σ is nearly 1.
     a, temperature = _biased(a_BTHK, a_bias_HK), torch.exp(F.logsigmoid(_biased(b_BTHK, b_bias_HK)))
     # For very negative a, softplus(a) is e^a: its logarithm is a even where e^a is 0.
-    log_rate = torch.where(a < -15, a, torch.log(F.softplus(a.clamp(min=-15))))
+    rate = F.softplus(a)
+    log_rate = torch.where(a < -15, a, torch.log(rate.clamp_min(torch.finfo(rate.dtype).tiny)))
     k = F.normalize(_wide(k_BTHK), dim=-1, eps=eps) * torch.exp(temperature * log_rate)
-    return -F.softplus(a) * temperature, k.to(k_BTHK.dtype)
+    return -rate * temperature, k.to(k_BTHK.dtype)
 
 
 def softplus_gate_chunked(x: Tensor, A_log: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
