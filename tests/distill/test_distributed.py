@@ -30,7 +30,7 @@ STAGES: list[dict[str, Any]] = [
 def _train(folder: Path, stages: list[dict[str, Any]], loop: dict[str, Any], **options: Any) -> None:
     for stage in stages:
         (folder / stage["kind"]).mkdir(parents=True, exist_ok=True)
-        train_stage(folder / stage["kind"], stage, loop, **options)
+        train_stage(folder / stage["kind"], stage, loop, num_hidden_layers=2, **options)
 
 
 def _assert_equal(a: Path, b: Path, tolerance: float = 1e-5) -> None:

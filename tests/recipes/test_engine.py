@@ -94,8 +94,8 @@ SAY = (
 )
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "deepspeed_zero2"])
-def test_the_shipped_configurations_start_two_processes_that_know_what_to_do(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero2"])
+def test_a_shipped_configuration_starts_two_processes_that_know_what_to_do(name: str, tmp_path: Path) -> None:
     if name == "deepspeed_zero2":
         pytest.importorskip("deepspeed", reason="deepspeed is not installed; its configuration cannot be launched")
     script = tmp_path / "say.py"
@@ -117,7 +117,6 @@ def test_the_shipped_configurations_start_two_processes_that_know_what_to_do(nam
     for _, _, found in said:
         for key, value in PLACEMENTS.get(name, {}).items():
             assert found[key] == value
-        assert name == "fsdp2" or "ACCELERATE_USE_FSDP" not in found or found["ACCELERATE_USE_FSDP"] == "false"
 
 
 def test_the_shipped_configurations_are_what_accelerate_reads() -> None:
