@@ -9,6 +9,9 @@ FIGURES = "figures"
 """Folder of the figures, inside the student's."""
 
 
+REPORT = "report.html"
+
+
 @dataclass(frozen=True)
 class Table:
     """Cells as they are written.

@@ -28,7 +28,7 @@ def speed_curves(evaluation: Evaluation, phase: Literal["prefill", "decode"]) ->
     def plot(canvas: Canvas) -> None:
         ax = canvas.add_subplot()
         for who, colour, line in _WHO:
-            ax.plot(speeds[who].keys(), speeds[who].values(), line, color=colour, marker="o", label=who)
+            ax.plot(list(speeds[who]), list(speeds[who].values()), line, color=colour, marker="o", label=who)
         style.label(ax, "context, tokens", "tokens per second")
         style.lengths(ax, contexts)
         style.wide_range(ax, [0])
@@ -73,8 +73,8 @@ def memory_curves(measured: Measurements) -> Figure | None:
             computed, seen = found.get((who, "computed"), {}), found.get((who, "measured"), {})
             both = sorted({**computed, **seen}.items())
             ax.plot(*zip(*both, strict=True), line, color=colour, label=who)
-            ax.plot(seen.keys(), seen.values(), "o", color=colour)
-            ax.plot(computed.keys(), computed.values(), "o", color=colour, markerfacecolor=style.PAPER)
+            ax.plot(list(seen), list(seen.values()), "o", color=colour)
+            ax.plot(list(computed), list(computed.values()), "o", color=colour, markerfacecolor=style.PAPER)
         ax.set_yscale("log", base=2)
         style.label(ax, "context, tokens", "bytes per sequence")
         style.lengths(ax, contexts)

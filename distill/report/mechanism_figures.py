@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +17,7 @@ from linearize.distill.report import style
 from linearize.distill.report.measurements import Measurements, evaluation_conditions
 
 _OWN = "the teacher's own"
+_LAST = len(style.MIXERS) - 1
 
 
 def plan_strip(measured: Measurements) -> Figure | None:
@@ -23,45 +25,49 @@ def plan_strip(measured: Measurements) -> Figure | None:
     plan = measured.layers
     if not plan:
         return None
-    attention, mlp = ([_named(layer, part, options) for layer in plan] for part, options in (
-        ("mixer", "options"), ("ffn", "ffn_options")
-    ))  # fmt: skip
-    parts = {"attention": attention, "MLP": mlp}
-    new = [name for name in dict.fromkeys((*attention, *mlp)) if name != _OWN]
-    colours = {_OWN: style.TEACHER} | {name: style.MIXERS[i % len(style.MIXERS)] for i, name in enumerate(new)}
+    parts = {name: [layer.get(part) for layer in plan] for name, part in (("attention", "mixer"), ("MLP", "ffn"))}
+    shown = {part: [_OWN if name in (None, KEEP) else str(name) for name in names] for part, names in parts.items()}
+    counts = Counter(name for names in shown.values() for name in names if name != _OWN)
+    colours = {_OWN: style.TEACHER} | {name: style.MIXERS[min(i, _LAST)] for i, name in enumerate(counts)}
+    named = dict(colours)
+    if len(counts) > len(style.MIXERS):
+        named = {name: colours[name] for name in (_OWN, *list(counts)[:_LAST])} | {"others": style.MIXERS[_LAST]}
 
     def plot(canvas: Canvas) -> None:
         ax = canvas.add_subplot()
-        for row, names in enumerate(parts.values()):
+        for row, names in enumerate(shown.values()):
             for layer, name in enumerate(names):
                 shade = 0.35 if name == _OWN else 0.95
                 ax.add_patch(
                     Rectangle((layer - 0.46, row - 0.42), 0.92, 0.84, facecolor=colours[name], alpha=shade, linewidth=0)
                 )
-        for name, colour in colours.items():
-            ax.add_patch(Rectangle((0, -9), 0, 0, facecolor=colour, alpha=0.35 if name == _OWN else 0.95, label=name))
+        for name, colour in named.items():
+            key = style.short(name, 24)
+            ax.add_patch(Rectangle((0, -9), 0, 0, facecolor=colour, alpha=0.35 if name == _OWN else 0.95, label=key))
         style.label(ax, "layer, 0 is next to the embedding", "part of the layer")
         style.layers(ax, len(plan))
-        ax.set_ylim(len(parts) - 0.5, -0.5)
-        ax.set_yticks(range(len(parts)), list(parts))
+        ax.set_ylim(len(shown) - 0.5, -0.5)
+        ax.set_yticks(range(len(shown)), list(shown))
         ax.grid(False)
         ax.spines[:].set_visible(False)
-        style.legend(canvas, ax, 2 if max(map(len, colours)) < 24 else 1)
+        style.legend(canvas, ax, 2)
 
-    rows = [(str(layer), attention[layer], mlp[layer]) for layer in range(len(plan))]
-    counts = {name: sum(name in (a, m) for a, m in zip(attention, mlp, strict=True)) for name in new}
-    alt = ", ".join(f"{name} in {count} of {len(plan)} layers" for name, count in counts.items()) or "nothing replaced"
+    rows = [
+        (
+            str(i),
+            _with_options(shown["attention"][i], layer, "options"),
+            _with_options(shown["MLP"][i], layer, "ffn_options"),
+        )
+        for i, layer in enumerate(plan)
+    ]
+    alt = ", ".join(f"{name} in {n} of {len(plan)} layers" for name, n in counts.items()) or "nothing was replaced"
     caption = f"{len(plan)} layers; options that are not named have their defaults."
     table = Table(("layer", "attention", "MLP"), rows, labels=3)
-    return style.figure("plan", "Plan of the layers", alt, caption, table, 128 + 13 * (len(colours) // 2), plot)
+    return style.figure("plan", "Plan of the layers", alt, caption, table, 118 + 8 * (len(named) + 1), plot)
 
 
-def _named(layer: dict[str, Any], part: str, options: str) -> str:
-    """What stands in one part of a layer, with its options."""
-    name = layer.get(part)
-    if name in (None, KEEP):
-        return _OWN
-    return " ".join([str(name), *(f"{key}={value}" for key, value in (layer.get(options) or {}).items())])
+def _with_options(name: str, layer: dict[str, Any], options: str) -> str:
+    return " ".join([name, *(f"{key}={value}" for key, value in (layer.get(options) or {}).items())])
 
 
 def branch_shares(evaluation: Evaluation) -> Figure | None:

@@ -52,14 +52,12 @@ def _height(figure: Figure) -> float:
 
 def _own_tables(key: str, view: Mapping[str, Any]) -> list[Table]:
     """What the card shows under headings of its own."""
+    rows: list[tuple[str, ...]]
     if key == "layers" and view["groups"]:
         rows = [(span, marked(mixer), options or "—") for span, mixer, options in view["groups"]]
         return [Table(("layers", "attention", "options"), rows, labels=3)]
     if key == "memory" and view["memory"]:
-        rows = [
-            (number(context), size(state), size(cache), f"{ratio:.1f}×" if ratio else "—")
-            for context, state, cache, ratio in view["memory"]
-        ]
+        rows = [(number(n), size(mine), size(theirs), _times(ratio)) for n, mine, theirs, ratio in view["memory"]]
         caption = "For one sequence, computed from the shapes of the states and of the teacher's keys and values."
         return [Table(("context, tokens", "this student", "teacher", "smaller by"), rows, caption=caption)]
     if key == "training" and view["stages"]:
@@ -70,6 +68,10 @@ def _own_tables(key: str, view: Mapping[str, Any]) -> list[Table]:
             caption += f" The whole conversion took {number(view['seconds'])} seconds."
         return [Table(("step", "tokens", "seconds"), rows, caption=caption.strip())]
     return []
+
+
+def _times(ratio: float | None) -> str:
+    return f"{ratio:.1f}×" if ratio else "—"
 
 
 def marked(text: str) -> Markup:
@@ -93,7 +95,7 @@ def _headlines(record: Mapping[str, Any], view: Mapping[str, Any]) -> list[tuple
         found.append(("same first choice", percent(same), "of held-out tokens"))
     if view["memory"] and view["memory"][-1][3]:
         context, state, _, ratio = view["memory"][-1]
-        found.append(("smaller memory", f"{ratio:.1f}×", f"{size(state)} at {number(context)} tokens"))
+        found.append(("smaller memory", _times(ratio), f"{size(state)} at {number(context)} tokens"))
     if gate := view["gate"]:
         passed = sum(row[3] == "passed" for row in gate["rows"])
         found.append(

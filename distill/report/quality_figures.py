@@ -90,7 +90,7 @@ def needle_map(evaluation: Evaluation) -> Figure | None:
 
 def _shade(share: float) -> float:
     """Strong enough to be seen at 0, weak enough to be written on at 1."""
-    return 0.06 + 0.6 * share
+    return 0.06 + 0.5 * share
 
 
 def _grid(ax: Axes, cells: list[Cell], who: str) -> None:

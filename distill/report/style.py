@@ -41,7 +41,7 @@ THEMES: dict[str, dict[str, str]] = {
 """Variable -> colour, on a light and on a dark page."""
 
 _STAND_INS = dict(zip((INK, MUTED, GRID, PAPER, STUDENT, TEACHER, CONTROL, *MIXERS), THEMES["light"], strict=True))
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 11, "axes.titlesize": 11, "axes.labelsize": 11,
     "xtick.labelsize": 10.3, "ytick.labelsize": 10.3, "legend.fontsize": 10.3, "axes.titlelocation": "left",
     "axes.titlecolor": INK, "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": GRID, "xtick.color": GRID,
@@ -140,6 +140,11 @@ def label(ax: Axes, x: str, y: str, title: str = "") -> None:
     ax.tick_params(length=3)
 
 
+def short(text: str, most: int) -> str:
+    """At most so many characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def lengths(ax: Axes, values: Sequence[int]) -> None:
     """A logarithmic x axis with a tick at every one of `values`, or at as many of them as fit."""
     shown = sorted(set(values))
@@ -175,8 +180,9 @@ def wide_range(ax: Axes, values: Sequence[float]) -> None:
 
 def legend(canvas: Canvas, ax: Axes, columns: int = 3) -> None:
     """Above the axes, so that it hides nothing."""
-    found = zip(*ax.get_legend_handles_labels(), strict=True)
-    found = sorted(found, key=lambda pair: not isinstance(pair[0], BarContainer))
+    found = sorted(
+        zip(*ax.get_legend_handles_labels(), strict=True), key=lambda pair: not isinstance(pair[0], BarContainer)
+    )
     legend_of(canvas, [handle for handle, _ in found], [name for _, name in found], columns)
 
 

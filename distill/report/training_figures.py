@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import MaxNLocator
 
 from linearize.convert.card_sections import Figure, Table
 from linearize.convert.written import number
@@ -37,8 +38,9 @@ def loss_curves(measured: Measurements) -> Figure | None:
                 if series:
                     ends, means = _means(series, stretch[name])
                     ax.plot(ends, means, color=colour, label=who, marker="o" if len(ends) == 1 else None)
-            style.label(ax, "optimizer steps", loss_unit(measured, name), name)
+            style.label(ax, "optimizer steps", loss_unit(measured, name), style.short(name, 40))
             ax.margins(x=0.02)
+            ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         style.legend(canvas, max(panels, key=lambda ax: len(ax.get_lines())))
 
     rows = [_loss_row(name, values) for name, values in measured.losses.items() if values]
@@ -118,5 +120,5 @@ def layer_errors(measured: Measurements) -> Figure | None:
         f"layers that keep softmax have none. {conversion_conditions(measured)}"
     )
     return style.figure(
-        "layer-errors", "Distance from the teacher's attention by layer", alt, caption, table, 230, plot
+        "layer-errors", "Distance from the teacher's attention by layer", alt, caption, table, 255, plot
     )

@@ -9,14 +9,13 @@ import os
 from pathlib import Path
 
 from linearize.convert.card import render_card
-from linearize.convert.card_sections import FIGURES
+from linearize.convert.card_sections import FIGURES, REPORT
 from linearize.distill.report import style
 from linearize.distill.report.limits import measured_limits
 from linearize.distill.report.measurements import read_measurements
 from linearize.distill.report.page import render_page
 from linearize.distill.report.sections import sections
 
-FILE = "report.html"
 CARD = "README.md"
 
 
@@ -40,7 +39,7 @@ def write_report(directory: str | Path) -> Path:
     for name, drawing in drawings.items():
         _write(folder / FIGURES / name, drawing)
     _write(folder / CARD, render_card(measured.record, parts, limits))
-    return _write(folder / FILE, render_page(measured.record, parts, limits))
+    return _write(folder / REPORT, render_page(measured.record, parts, limits))
 
 
 def _write(file: Path, text: str) -> Path:

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
 import yaml
 
 from linearize.convert import ConversionError
+from linearize.convert.hub import push
+from linearize.convert.verify import GateReport
 from linearize.convert.written import number, percent, size
 from linearize.distill.evaluate.associative import MqarScore
 from linearize.distill.evaluate.branches import BranchUse, LayerUse
@@ -25,6 +28,7 @@ from linearize.distill.evaluate.speed import SpeedPoint, SpeedScore
 from linearize.distill.evaluate.state import LayerState, StateUse
 from linearize.distill.evaluate.suite import Conditions, Evaluation, Settings
 from linearize.distill.report import write_report
+from linearize.recipes.cli import main
 
 HOSTILE = '</pre></svg><script>alert(1)</script>|`$x_{1}$` [a](b) ](c) **&amp; "quoted" \'é'
 FIGURES = {
@@ -152,7 +156,7 @@ def made(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_report_is_made_again_byte_for_byte(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a copy of the two JSON files, elsewhere, in another directory, after other drawing."""
+    """From a copy of the two JSON files, elsewhere, in another directory, under a user's own settings."""
     copy = tmp_path / "elsewhere"
     copy.mkdir()
     for name in ("linearize.json", "evaluation.json"):
@@ -160,7 +164,8 @@ def test_a_report_is_made_again_byte_for_byte(full: Path, tmp_path: Path, monkey
     (tmp_path / "somebody" / "Tiny-1B").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     before = made(full)
-    write_report(copy)
+    with matplotlib.rc_context({"font.size": 20, "lines.linewidth": 9, "svg.fonttype": "path", "axes.grid": True}):
+        write_report(copy)
     assert made(copy) == before
     write_report(copy)
     assert made(copy) == before, "over itself"
@@ -380,3 +385,26 @@ def test_damaged_folders_are_refused_and_left_alone(files: dict[str, str], said:
     with pytest.raises(ConversionError, match=said):
         write_report(tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == set(files)
+
+
+def test_a_push_sends_report_and_figures(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(shutil.copytree(full, tmp_path / "a"))
+    (folder / "config.json").write_text(json.dumps({"linearize": {"layers": saved_record()["summary"]["plan"]}}))
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "figures" / "stray.txt").write_text("not sent")
+    monkeypatch.setattr("linearize.convert.hub.verify_in_fresh_process", lambda _: GateReport([]))
+    sent = dict(push(folder, "user/name", dry_run=True).files)
+    assert {f"figures/{key}.svg" for key in FIGURES} | {"report.html", "evaluation.json", "README.md"} < set(sent)
+    assert "figures/stray.txt" not in sent
+
+
+def test_the_command_prints_what_it_wrote(
+    full: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = made(full)
+    monkeypatch.setattr("sys.argv", ["linearize", "report", str(full), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code and made(full) == before
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["report"] == str(full / "report.html") and len(printed["figures"]) == len(FIGURES)
