@@ -304,7 +304,7 @@ def test_what_was_not_measured_is_named_with_its_command(tmp_path: Path) -> None
     write_report(folder)
     text, card = Page(folder).text, (folder / "README.md").read_text()
     for title in ("needle heat map", "perplexity by position", "use of the branches", "speed of generation"):
-        assert f"Not measured: {title}. linearize eval DIR adds it." in text
+        assert f"Not measured: {title}. linearize eval DIR measures it." in text
         assert title in card.split("## Not measured")[1].split("##")[0]
     assert sorted(file.stem for file in (folder / "figures").iterdir()) == ["layer-errors", "losses", "memory", "plan"]
     assert "were not measured; `linearize eval DIR` does" in card

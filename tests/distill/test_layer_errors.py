@@ -1,0 +1,50 @@
+"""The error of every layer: against the teacher inside a student, and against one that stands beside it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from linearize.convert import build_student
+from linearize.convert.surgery_error import surgery_error
+from linearize.distill.layer_errors import layer_errors
+from linearize.distill.reference import Reference
+from tests.families import random_teacher
+
+IDS = torch.randint(2, 64, (3, 20), generator=torch.Generator().manual_seed(1))
+
+
+def test_it_is_the_surgerys_error_while_the_student_holds_its_teacher() -> None:
+    teacher = random_teacher("llama")
+    student = build_student(teacher, "swa", window=3, keep_softmax="2")
+    reference = Reference(student, teacher)
+    assert reference.zero_copy
+    errors = layer_errors(reference, IDS)
+    expected = surgery_error(student, IDS).layers
+    assert errors[2] is None and len(errors) == 4
+    assert [errors[i] for i in (0, 1, 3)] == pytest.approx([expected[i] for i in (0, 1, 3)], rel=1e-5)
+    assert min(error for error in errors if error is not None) > 0.01
+
+
+@torch.no_grad()
+def test_a_teacher_beside_a_student_that_has_moved_is_still_the_measure() -> None:
+    """Other layers of the student do not count; the mixer's own projections do."""
+    teacher = random_teacher("llama")
+    student = build_student(copy.deepcopy(teacher), "swa", window=3)
+    before = layer_errors(Reference(student, teacher), IDS)
+    student.model.layers[0].mlp.down_proj.weight.mul_(3)
+    student.model.embed_tokens.weight.mul_(2)
+    assert not Reference(student, teacher).zero_copy
+    assert layer_errors(Reference(student, teacher), IDS) == pytest.approx(before, rel=1e-6)
+    student.model.layers[1].self_attn.o_proj.weight.zero_()
+    after = layer_errors(Reference(student, teacher), IDS)
+    assert after[1] == pytest.approx(1, rel=1e-6) and after[0] == before[0] and after[2:] == before[2:]
+
+
+def test_the_student_trains_on_as_it_did() -> None:
+    teacher = random_teacher("llama")
+    student = build_student(teacher, "swa", window=3).train()
+    layer_errors(Reference(student, teacher), IDS)
+    assert student.training and not any(p.grad is not None for p in student.parameters())
