@@ -29,6 +29,7 @@ from huggingface_hub.utils import (
 )
 
 from linearize.convert.card import PLACEHOLDER, render_card
+from linearize.convert.card_sections import FIGURES, REPORT
 from linearize.convert.checkpoint import INDEX, weight_files
 from linearize.convert.errors import ConversionError
 from linearize.convert.export import PARITY, RECORD, SHIM
@@ -38,6 +39,7 @@ CARD = "README.md"
 MAIN = "main"
 _CONFIG = "config.json"
 _LICENCES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+_MEASURED = (REPORT, "evaluation.json", f"{FIGURES}/*.svg")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|" + re.escape(INDEX))
 _KEPT = "what was sent is kept; push again to send the rest"
 _INVALID_TOKEN = "log in with `hf auth login` or set HF_TOKEN to a token with write access"
@@ -141,7 +143,9 @@ def _student_files(folder: Path, record: dict[str, Any]) -> list[str]:
     names = {_CONFIG, RECORD, PARITY, SHIM, INDEX, *record.get("files", ())}
     names |= {file.name for file in weight_files(folder)}
     names |= {file.name for pattern in _LICENCES for file in folder.glob(pattern)}
-    return sorted(name for name in names if Path(name).name == name and (folder / name).is_file())
+    own = {name for name in names if Path(name).name == name and (folder / name).is_file()}
+    measured = {file.relative_to(folder).as_posix() for pattern in _MEASURED for file in folder.glob(pattern)}
+    return sorted(own | measured)
 
 
 def _run_gate(folder: Path, force: bool) -> GateReport | None:
