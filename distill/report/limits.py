@@ -13,15 +13,22 @@ from linearize.distill.report.measurements import Measurements
 NEARLY_A_WINDOW = 0.05
 """A smaller mean share of the recurrence in the output is worth a warning."""
 
+TESTED_FAMILIES = ("gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Model types that the package's own tests convert; others are found by their structure."""
+
 _FEW_NEEDLES = 10
 
 
 def measured_limits(measured: Measurements) -> list[str]:
     """What a user should know before relying on this student."""
+    limits = []
+    if measured.family is not None and measured.family not in TESTED_FAMILIES:
+        known = ", ".join(TESTED_FAMILIES)
+        limits.append(f"The family {measured.family} is none that the package is tested with ({known}).")
     if (evaluation := measured.evaluation) is None:
-        return ["Recall, speed and use of the branches were not measured; `linearize eval DIR` does."]
+        return [*limits, "Recall, speed and use of the branches were not measured; `linearize eval DIR` does."]
     found = (_branches, _positions, _recall, _speed)
-    return [sentence for part in found for sentence in part(evaluation)]
+    return [*limits, *(sentence for part in found for sentence in part(evaluation))]
 
 
 def _branches(evaluation: Evaluation) -> Iterator[str]:

@@ -23,6 +23,7 @@ class Measurements:
         losses: stage -> training loss of every step; the control's stages begin with `control_`.
         layer_errors: moment ("surgery", "student") -> relative error of every layer's attention, None where the layer
             kept its own.
+        family: the teacher's model type; None where the folder has no configuration.
         evaluation: None when `linearize eval` has not run.
     """
 
@@ -30,6 +31,7 @@ class Measurements:
     stages: dict[str, dict[str, Any]]
     losses: dict[str, list[float]]
     layer_errors: dict[str, list[float | None]]
+    family: str | None
     evaluation: Evaluation | None
 
     @property
@@ -54,20 +56,21 @@ def read_measurements(folder: Path) -> Measurements:
             record |= {"teacher": name, "base_model": name if is_hub_id(name) else None}
         elif name := recipe.get("teacher"):
             record["teacher"] = name
-        record.setdefault("plan", _plan(folder))
+        config = _config(folder)
+        record.setdefault("plan", config.get("layers"))
         stages = {stage.get("name") or stage["kind"]: stage for stage in recipe.get("stages") or ()}
         losses, errors = saved.get("losses") or {}, saved.get("layer_errors") or {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConversionError(f"{folder} is not an exported student: damaged JSON ({reason})") from None
     evaluation = load_evaluation(folder) if (folder / FILE).is_file() else None
-    return Measurements(record, stages, losses, errors, evaluation)
+    return Measurements(record, stages, losses, errors, config.get("base_model_type"), evaluation)
 
 
-def _plan(folder: Path) -> list[dict[str, Any]]:
-    """The layers that the configuration names, for a student that was exported without a summary."""
-    config = folder / "config.json"
-    return json.loads(config.read_text(encoding="utf-8"))["linearize"]["layers"] if config.is_file() else []
+def _config(folder: Path) -> dict[str, Any]:
+    """What the configuration says of the conversion."""
+    file = folder / "config.json"
+    return json.loads(file.read_text(encoding="utf-8"))["linearize"] if file.is_file() else {}
 
 
 def conversion_conditions(measured: Measurements) -> str:

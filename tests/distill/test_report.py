@@ -28,10 +28,12 @@ from linearize.distill.evaluate.speed import SpeedPoint, SpeedScore
 from linearize.distill.evaluate.state import LayerState, StateUse
 from linearize.distill.evaluate.suite import Conditions, Evaluation, Settings
 from linearize.distill.report import write_report
+from linearize.distill.report.limits import TESTED_FAMILIES
 from linearize.recipes.cli import main
+from tests.families import FAMILIES
 
 HOSTILE = '</pre></svg><script>alert(1)</script>|`$x_{1}$` [a](b) ](c) **&amp; "quoted" \'é'
-FIGURES = {
+KEYS = {
     "plan", "losses", "layer-errors", "positions", "needle", "mqar", "branches", "state", "decode", "prefill", "memory"
 }  # fmt: skip
 """Keys of all figures."""
@@ -169,7 +171,7 @@ def test_a_report_is_made_again_byte_for_byte(full: Path, tmp_path: Path, monkey
     assert made(copy) == before
     write_report(copy)
     assert made(copy) == before, "over itself"
-    assert set(before) == {"report.html", "README.md", *(f"figures/{key}.svg" for key in FIGURES)}
+    assert set(before) == {"report.html", "README.md", *(f"figures/{key}.svg" for key in KEYS)}
 
 
 def test_the_page_needs_nothing_else(full: Path) -> None:
@@ -257,8 +259,8 @@ def test_numbers_drawn_are_the_numbers_saved(full: Path) -> None:
 def test_figures_have_axes_titles_and_words(full: Path) -> None:
     page = Page(full)
     drawn = {attrs["id"] for tag, attrs in page.tags if tag == "figure"}
-    assert drawn == {f"figure-{key}" for key in FIGURES}
-    for key in FIGURES:
+    assert drawn == {f"figure-{key}" for key in KEYS}
+    for key in KEYS:
         root = ElementTree.parse(full / "figures" / f"{key}.svg").getroot()
         assert len(root.get("aria-label", "")) > 40 and root.get("role") == "img"
         words = [" ".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -277,7 +279,7 @@ def test_the_card_shows_the_same_figures(full: Path) -> None:
     assert front["base_model"] == "somebody/Tiny-1B" and front["license"] == "llama3.2"
     assert front["tags"] == ["linearize", "linear-attention", "rat", "rodimus"]
     shown = re.findall(r"^!\[([^\n]+)\]\((figures/[a-z-]+\.svg)\)$", card, re.MULTILINE)
-    assert {path for _, path in shown} == {f"figures/{key}.svg" for key in FIGURES}
+    assert {path for _, path in shown} == {f"figures/{key}.svg" for key in KEYS}
     assert all((full / path).is_file() for _, path in shown)
     alts = dict((path, alt) for alt, path in shown)
     assert "positions 16 to 31: student 9.488, teacher 8.373" in alts["figures/positions.svg"]
@@ -297,6 +299,18 @@ def test_limits_are_what_was_measured(full: Path) -> None:
     assert "Slower than its teacher at generating at a context of 256, 1,024 tokens (cpu, float32)" in limits
     assert "Assisted decoding and continuous batching are refused" in limits
     assert limits in (full / "README.md").read_text() and "close to a sliding window" in Page(full).text
+
+
+def test_a_family_that_is_not_tested_is_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linearize.distill.report.style.render", lambda key, *_: f'<svg id="{key}" viewBox="0 0 1 1"/>')
+    assert sorted(FAMILIES) == sorted(TESTED_FAMILIES)
+    for family, warned in (("olmo", True), ("llama", False)):
+        folder = student(tmp_path / family, {})
+        plan = [{"mixer": "gla", "options": {}}]
+        (folder / "config.json").write_text(json.dumps({"linearize": {"layers": plan, "base_model_type": family}}))
+        write_report(folder)
+        card = (folder / "README.md").read_text()
+        assert ("The family olmo is none" in card) == warned and "`gla` in place of softmax attention in 1 of 1" in card
 
 
 def test_what_was_not_measured_is_named_with_its_command(tmp_path: Path) -> None:
@@ -360,7 +374,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     assert not [tag for tag, _ in page.tags if tag == "script"]
     assert page.text.count("<script>alert(1)</script>") >= 10, "shown as it is"
     figures = {file.stem: ElementTree.parse(file).getroot() for file in (folder / "figures").iterdir()}
-    assert set(figures) == FIGURES
+    assert set(figures) == KEYS
     assert not [node for root in figures.values() for node in root.iter() if node.tag.endswith("script")]
     card = (folder / "README.md").read_text()
     prose = re.sub(r"(`{3,}).*?\n\1", "", card, flags=re.DOTALL)
@@ -394,7 +408,7 @@ def test_a_push_sends_report_and_figures(full: Path, tmp_path: Path, monkeypatch
     (folder / "figures" / "stray.txt").write_text("not sent")
     monkeypatch.setattr("linearize.convert.hub.verify_in_fresh_process", lambda _: GateReport([]))
     sent = dict(push(folder, "user/name", dry_run=True).files)
-    assert {f"figures/{key}.svg" for key in FIGURES} | {"report.html", "evaluation.json", "README.md"} < set(sent)
+    assert {f"figures/{key}.svg" for key in KEYS} | {"report.html", "evaluation.json", "README.md"} < set(sent)
     assert "figures/stray.txt" not in sent
 
 
@@ -407,4 +421,4 @@ def test_the_command_prints_what_it_wrote(
         main()
     assert not ended.value.code and made(full) == before
     printed = json.loads(capsys.readouterr().out)
-    assert printed["report"] == str(full / "report.html") and len(printed["figures"]) == len(FIGURES)
+    assert printed["report"] == str(full / "report.html") and len(printed["figures"]) == len(KEYS)

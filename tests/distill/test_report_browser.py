@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from linearize.distill.report import write_report
-from tests.distill.test_report import FIGURES, HOSTILE, saved_evaluation, saved_record, student
+from tests.distill.test_report import HOSTILE, KEYS, saved_evaluation, saved_record, student
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'linearize[browser]'")
 
@@ -86,7 +86,7 @@ def test_figures_can_be_read(page: Any, report: Path) -> None:
     """Every panel of every figure has two axes with words, inside the picture, in letters of a readable size."""
     figures = page.query_selector_all("figure")
     if report.parent.name != "bare":
-        assert {figure.get_attribute("id") for figure in figures} == {f"figure-{key}" for key in FIGURES}
+        assert {figure.get_attribute("id") for figure in figures} == {f"figure-{key}" for key in KEYS}
     for figure in figures:
         shown = figure.evaluate(
             """f => {const svg = f.querySelector('svg'), box = svg.getBoundingClientRect();
@@ -140,9 +140,9 @@ def test_the_cards_pictures_open_by_themselves(browser: Any, tmp_path: Path) -> 
     folder = student(tmp_path / "a", evaluation=saved_evaluation())
     write_report(folder)
     page = browser.new_page(viewport={"width": 360, "height": 800}, color_scheme="dark")
-    sources = "".join(f'<img src="figures/{key}.svg">' for key in sorted(FIGURES))
+    sources = "".join(f'<img src="figures/{key}.svg">' for key in sorted(KEYS))
     (folder / "all.html").write_text(f"<!DOCTYPE html>{sources}")
     page.goto((folder / "all.html").as_uri())
     widths = page.evaluate("[...document.images].map(i => i.complete && i.naturalWidth)")
     page.close()
-    assert widths == [660] * len(FIGURES)
+    assert widths == [660] * len(KEYS)
