@@ -7,7 +7,7 @@ Source: RAT (arXiv 2507.04416). Inside a chunk of C tokens, per kv head and chan
     out  = W_o (z_t ⊙ Σ softmax(q_t · k̃ · scale + r) ṽ)
 
 over the last (k̃, ṽ) of the chunks before the window and the exact (k, v) of the window, in one softmax (see
-`rat_summaries.py`); without a window over those of all earlier chunks and the running pair of the own. r is one number
+`kernels/rat_attention/windowed.py`); without a window over those of all earlier chunks and the running pair of the own. r is one number
 per head, at summaries only.
 
 Where this differs from the paper, a conversion starts closer to the teacher: a chunk's mean starts from its first
@@ -30,13 +30,13 @@ from linearize.convert.cache import State
 from linearize.convert.calibration import CalibrationSample
 from linearize.convert.mixers.base import Mixer, MixerOptions, Rope, register
 from linearize.convert.mixers.parts import LowRank
-from linearize.convert.mixers.rat_summaries import Grid, earlier_keys, summary_attention
+from linearize.convert.mixers.rat_cache import Grid, chunk_slots, ring_of, ring_size, slot_count, with_earlier
 from linearize.kernels.gated_scan import gated_scan
 from linearize.kernels.packing import gather_group, group_by_length
+from linearize.kernels.rat_attention import rat_window_attention, rat_window_attention_step
 
 OPEN = 2.0
 """Where the logit of the output gate starts."""
-FEWEST_SLOTS = 16
 GATES = (0.8, 0.9, 0.95)
 ALL_THE_WEIGHT = {"both": 0.0, "window": -1e4, "recurrence": 1e4}
 """Added to the summaries' logits to hear one branch alone; where there is no summary yet, the window speaks."""
@@ -154,12 +154,12 @@ class RAT(Mixer):
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, State]:
         q, k, v = self.project(hidden_states)
-        turned_q, turned_k = self.rotate(q, k, rope)
+        turned_q, turned_k = (x.to(v.dtype) for x in self.rotate(q, k, rope))
         with torch.autocast(hidden_states.device.type, enabled=False):
             gate = self.chunk_gates.keep(hidden_states)
-            tensors = [turned_q, torch.cat([turned_k, v], -1), torch.cat([k, v], -1), gate]
+            tensors = [turned_q, turned_k, k, v, gate]
             if rope is not None:
-                tensors += [x.float().expand(len(q), -1, -1) for x in rope]
+                tensors += [x.expand(len(q), -1, -1) for x in rope]
             if cu_seqlens is None:
                 heads, new_state = self.attend_chunks(tensors, padding_mask, state)
             else:
@@ -168,7 +168,7 @@ class RAT(Mixer):
 
     def packed(self, tensors: list[torch.Tensor], cu_seqlens: torch.Tensor) -> torch.Tensor:
         """Heads of sequences laid end to end: those of similar length go together as rows, padded on the right."""
-        heads = tensors[0].new_zeros(tensors[0].shape[1:], dtype=torch.float32)
+        heads = tensors[0].new_zeros(tensors[0].shape[1:])
         for group in group_by_length(cu_seqlens):
             rows, _ = self.attend_chunks([gather_group(x, group) for x in tensors], None, None)
             heads = heads.index_put((group.index[group.valid],), rows[group.valid])
@@ -180,74 +180,74 @@ class RAT(Mixer):
         """Heads `[B, T, H, K]` before the output gate.
 
         Args:
-            tensors: q `[B, T, H, K]` with RoPE; pairs of key and value `[B, T, G, 2K]` with RoPE and without; gates
-                `[B, T, G, K]`; with RoPE cos and sin `[B, T, R]`.
+            tensors: q and k `[B, T, ·, K]` with RoPE; k without, v `[B, T, G, K]`; gates `[B, T, G, K]`; with RoPE cos
+                and sin `[B, T, R]`.
         """
-        q, exact, plain, gate, *rope = tensors
-        grid, padding = self.grid(q, padding_mask, state)
-        pairs = exact if self.options.rope == "token" else plain
-        running = self.running_means(pairs, gate, grid, state)
-        summary = running
+        q, turned, k, v, gate, *rope = tensors
+        grid = self.grid(q, padding_mask, state)
+        one = state is not None and q.shape[1] == 1 and not torch.is_grad_enabled()
+        running, last = self.running_means(turned if self.options.rope == "token" else k, v, gate, grid, state)
+        summary_k, summary_v = running.unbind(3)
         if self.options.rope == "chunk" and rope:
-            k, v = running.chunk(2, -1)
-            summary = torch.cat([self.rotate(k, k, (rope[0], rope[1]))[1], v], -1)
-        slots = self.slots(summary, exact.dtype, grid, state)
+            summary_k = self.rotate(summary_k, summary_k, (rope[0], rope[1]))[1].to(v.dtype)
+        slots = chunk_slots(torch.cat([summary_k, summary_v], -1), grid, None if state is None else state["slots"])
+        near = (turned, v) if grid.window else (summary_k, summary_v)
+        options: dict[str, Any] = {
+            "window": grid.window,
+            "chunk_size": grid.chunk,
+            "reach": self.spec.sliding_window,
+            "scale": self.spec.scaling,
+            "softcap": self.spec.softcap,
+        }
+        keys, values = slots.chunk(2, -1)
+        offset = self.chunk_gates.summary_weight + ALL_THE_WEIGHT[self.use]
+        new_state = {"slots": slots, "running": last, "position": grid.seen}
+        # The number of tokens stays on the host, which sizes the slots by it.
+        new_state["length"] = torch.full((len(q),), grid.before + q.shape[1])
+        if one:
+            assert state is not None
+            ring = state["window"].chunk(2, -1) if grid.window else None
+            token = (x[:, 0] for x in (q, *near))
+            position = grid.first.clamp_min(0)
+            heads = rat_window_attention_step(*token, keys, values, offset, ring, position, **options)[:, None]
+            return heads, new_state | ({"window": state["window"]} if grid.window else {})
+        old = None if state is None else state.get("window")
+        near_k, near_v, origin = with_earlier(*near, grid, old)
+        finished = (grid.before + grid.tokens) // grid.chunk
+        keys, values = keys[:, :finished], values[:, :finished]
+        heads = rat_window_attention(q, near_k, near_v, keys, values, offset, origin=origin, **options)
         if grid.window:
-            old = exact.new_zeros(len(exact), grid.earlier, *exact.shape[2:]) if state is None else state["window"]
-            near = torch.cat([old, exact], 1)
-        else:
-            near = summary
-        weight = self.chunk_gates.summary_weight + ALL_THE_WEIGHT[self.use]
-        heads = summary_attention(q, slots, near, weight, grid, self.spec.scaling, self.spec.softcap)
-        length = torch.full((len(q),), grid.before + q.shape[1])  # stays on the host, which sizes the slots by it
-        new_state = {"slots": slots, "running": running[:, -1], "padding": padding, "length": length}
-        if grid.window:
-            new_state["window"] = near[:, q.shape[1] :]
+            new_state["window"] = ring_of(near_k, near_v, grid, origin)
         return heads, new_state
 
-    def grid(
-        self, q: torch.Tensor, padding_mask: torch.Tensor | None, state: State | None
-    ) -> tuple[Grid, torch.Tensor]:
-        """Where these tokens stand, and how much padding `[B]` stood before each row's first real token."""
+    def grid(self, q: torch.Tensor, padding_mask: torch.Tensor | None, state: State | None) -> Grid:
+        """Where these tokens stand; padding before a row's first real token does not count."""
         batch, tokens = q.shape[:2]
         before = 0 if state is None else int(state["length"][0])
-        padding = q.new_zeros(batch, dtype=torch.int64) if state is None else state["padding"]
+        first = q.new_zeros(batch, dtype=torch.int64) if state is None else state["position"]
         if padding_mask is not None:
             leading = (padding_mask.cumsum(1) == 0).sum(1)
-            padding = torch.where(padding == before, padding + leading, padding)
-        position = torch.arange(before, before + tokens, device=q.device) - padding[:, None]
+            first = torch.where(first == 0, -leading, first)
         aligned = state is None and padding_mask is None
-        return Grid(position, aligned, before, self.options.chunk, self.window, self.spec.sliding_window), padding
+        return Grid(first, tokens, before, aligned, self.options.chunk, self.window)
 
-    def running_means(self, pairs: torch.Tensor, gate: torch.Tensor, grid: Grid, state: State | None) -> torch.Tensor:
-        """(k̃, ṽ) `[B, T, G, 2K]` float32; padding is never read, since the first real token starts a chunk."""
+    def running_means(
+        self, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, grid: Grid, state: State | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(k̃, ṽ) `[B, T, G, 2, K]` and the last pair `[B, 2G, K]` float32; padding is never read, since the first real
+        token starts a chunk."""
         if self.options.start == "token":
             gate = gate * (grid.position % grid.chunk != 0)[..., None, None]
-        means, _ = gated_scan(
-            pairs.float(),
-            torch.cat([gate, gate], -1),
+        means, last = gated_scan(
+            torch.stack([k, v], 3).flatten(2, 3),
+            gate,
             grid.chunk,
-            position=0 if grid.aligned else grid.position[:, 0] % grid.chunk,
+            position=0 if grid.aligned else grid.first % grid.chunk,
             initial_state=None if state is None else state["running"],
+            output_final_state=True,
         )
-        return means
-
-    def slots(self, summary: torch.Tensor, dtype: torch.dtype, grid: Grid, state: State | None) -> torch.Tensor:
-        """Pairs `[B, S, G, 2K]` at the ends of chunks, with room for more; kept in the teacher's dtype."""
-        count = slot_count(grid.before + summary.shape[1], grid.chunk)
-        old = None if state is None else state["slots"]
-        if summary.shape[1] == 1 and old is not None and old.shape[1] == count and not torch.is_grad_enabled():
-            # One token of decoding writes its pair in place: the slot counts from the chunk's last token on.
-            slot = grid.position[:, 0].clamp_min(0) // grid.chunk
-            old[torch.arange(len(old), device=old.device), slot.clamp_max(count - 1)] = summary[:, 0].to(dtype)
-            return old
-        last = (torch.arange(count, device=summary.device) + 1) * grid.chunk - 1 - grid.position[:, :1]
-        index = last.clamp(0, summary.shape[1] - 1)[..., None, None].expand(-1, -1, *summary.shape[2:])
-        new = summary.gather(1, index).to(dtype)
-        if old is None:
-            return new
-        old = torch.cat([old, old.new_zeros(len(old), count - old.shape[1], *old.shape[2:])], 1)
-        return torch.where((last < 0)[..., None, None], old, new)
+        assert last is not None
+        return means.unflatten(2, (-1, 2)), last
 
     @torch.no_grad()
     def calibrate(self, sample: CalibrationSample) -> None:
@@ -274,10 +274,5 @@ class RAT(Mixer):
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:
         pair = 2 * self.spec.num_kv_heads * self.spec.head_dim
-        stored = slot_count(context, self.options.chunk) + earlier_keys(self.window, self.options.chunk)
+        stored = slot_count(context, self.options.chunk) + ring_size(self.window, self.options.chunk)
         return pair * (stored * dtype.itemsize + 4) + 16
-
-
-def slot_count(tokens: int, chunk: int) -> int:
-    """Slots for the chunks of `tokens` tokens: a power of two, so that decoding seldom makes them anew."""
-    return max(FEWEST_SLOTS, 1 << (tokens // chunk).bit_length())

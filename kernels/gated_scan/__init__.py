@@ -35,7 +35,8 @@ def gated_scan(
 
     Args:
         x: [B, T, D] or [B, T, H, D], any float dtype, any strides; T may be 0.
-        gate: x's shape, in [0, 1], any float dtype: how much of the state before is kept.
+        gate: x's shape, or [B, T, Hg, D] with Hg dividing H, whose heads serve H / Hg consecutive ones of x; in
+            [0, 1], any float dtype: how much of the state before is kept.
         chunk_size: a chunk starts at every position that is a multiple of it, a power of two. Default: never.
         position: of the first step, an int >= 0 or [B] integers ([N] with `cu_seqlens`): how many steps of
             the sequence came before. Only read with `chunk_size`. Default: 0.
@@ -62,7 +63,9 @@ def gated_scan(
     dims: dict[str, int] = {}
     shape = ("B", "T", "H", "D") if isinstance(x, Tensor) and x.dim() == 4 else ("B", "T", "D")
     check_tensor(_NAME, "x", x, shape, dims)
-    check_tensor(_NAME, "gate", gate, shape, dims)
+    check_tensor(_NAME, "gate", gate, tuple("Hg" if name == "H" else name for name in shape), dims)
+    if dims.get("H", 0) % max(1, dims.get("Hg", 1)):
+        raise ValueError(f"{_NAME}: gate has {dims['Hg']} heads and x {dims['H']}; x's must be a multiple of gate's")
     states = dims["B"]
     if cu_seqlens is not None:
         states = check_cu_seqlens(_NAME, cu_seqlens, dims["B"], dims["T"])
@@ -74,12 +77,11 @@ def gated_scan(
     check_gate(_NAME, gate)
     check_chunk_size(_NAME, chunk_size)
     check_position(_NAME, position, states, x.device)
-    unsupported = _no_kernel_for(position, cu_seqlens, x, gate, initial_state)
+    unsupported = _no_kernel_for(cu_seqlens, x, gate, initial_state)
     chosen = resolve_backend(backend, x.device, operation=_NAME, unsupported=unsupported)
     if chosen == "triton" and x.numel() > 0:
         from linearize.kernels.gated_scan.triton_op import gated_scan_triton
 
-        assert isinstance(position, int)
         return gated_scan_triton(
             x,
             gate,
@@ -88,17 +90,17 @@ def gated_scan(
             initial_state=initial_state,
             output_final_state=output_final_state,
         )
+    if gate.shape != x.shape:
+        gate = gate.repeat_interleave(x.shape[2] // gate.shape[2], dim=2)
     run = gated_scan_reference if chosen == "reference" else gated_scan_chunked
     y, state = run(x, gate, chunk_size, position=position, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return y, state if output_final_state else None
 
 
-def _no_kernel_for(position: int | Tensor, cu_seqlens: Tensor | None, *tensors: Tensor | None) -> str | None:
+def _no_kernel_for(cu_seqlens: Tensor | None, *tensors: Tensor | None) -> str | None:
     """Why this call has no Triton kernel, or None if it has one."""
     if any(x is not None and x.dtype == torch.float64 for x in tensors):
         return "the Triton kernels take float16, bfloat16 and float32, not float64"
     if cu_seqlens is not None:
         return "the Triton kernels take no cu_seqlens"
-    if isinstance(position, Tensor):
-        return "the Triton kernels take an int as position"
     return None

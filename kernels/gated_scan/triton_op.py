@@ -17,18 +17,20 @@ from linearize.kernels.linear_attention.triton_common import last_dense
 @torch.library.custom_op(
     "linearize::gated_scan",
     mutates_args=(),
-    schema="(Tensor x, Tensor g, Tensor? start, int chunk, int lead, bool want_end) -> (Tensor, Tensor)",
+    schema="(Tensor x, Tensor g, Tensor? start, Tensor? leads, int chunk, int lead, bool want_end) -> (Tensor, Tensor)",
 )
 def _forward_op(
-    x: Tensor, g: Tensor, start: Tensor | None, chunk: int, lead: int, want_end: bool
+    x: Tensor, g: Tensor, start: Tensor | None, leads: Tensor | None, chunk: int, lead: int, want_end: bool
 ) -> tuple[Tensor, Tensor]:
     with on_device(x):
-        y, end = scan_forward(x, g, start, chunk, lead, want_end)
+        y, end = scan_forward(x, g, start, chunk, lead if leads is None else leads, want_end)
     return y, x.new_empty(0, dtype=torch.float32) if end is None else end
 
 
 @_forward_op.register_fake
-def _(x: Tensor, g: Tensor, start: Tensor | None, chunk: int, lead: int, want_end: bool) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, g: Tensor, start: Tensor | None, leads: Tensor | None, chunk: int, lead: int, want_end: bool
+) -> tuple[Tensor, Tensor]:
     B, T, heads, D = x.shape
     H = max(heads, g.shape[2])
     end = x.new_empty((B, H, D) if want_end else (0,), dtype=torch.float32)
@@ -38,7 +40,7 @@ def _(x: Tensor, g: Tensor, start: Tensor | None, chunk: int, lead: int, want_en
 @torch.library.custom_op(
     "linearize::gated_scan_backward",
     mutates_args=(),
-    schema="(Tensor x, Tensor g, Tensor y, Tensor? start, Tensor dy, Tensor? dend, int chunk, int lead) "
+    schema="(Tensor x, Tensor g, Tensor y, Tensor? start, Tensor? leads, Tensor dy, Tensor? dend, int chunk, int lead) "
     "-> (Tensor, Tensor, Tensor)",
 )
 def _backward_op(
@@ -46,13 +48,14 @@ def _backward_op(
     g: Tensor,
     y: Tensor,
     start: Tensor | None,
+    leads: Tensor | None,
     dy: Tensor,
     dend: Tensor | None,
     chunk: int,
     lead: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with on_device(x):
-        dx, dg, dstart = scan_backward(x, g, y, start, dy, dend, chunk, lead)
+        dx, dg, dstart = scan_backward(x, g, y, start, dy, dend, chunk, lead if leads is None else leads)
     return dx, dg, x.new_empty(0, dtype=torch.float32) if dstart is None else dstart
 
 
@@ -62,6 +65,7 @@ def _(
     g: Tensor,
     y: Tensor,
     start: Tensor | None,
+    leads: Tensor | None,
     dy: Tensor,
     dend: Tensor | None,
     chunk: int,
@@ -72,34 +76,46 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, g, start, ctx.chunk, ctx.lead, ctx.want_end = inputs
-    ctx.save_for_backward(x, g, start, output[0])
+    x, g, start, leads, ctx.chunk, ctx.lead, ctx.want_end = inputs
+    ctx.save_for_backward(x, g, start, leads, output[0])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, dend: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, g, start, y = ctx.saved_tensors
+    x, g, start, leads, y = ctx.saved_tensors
     dy = torch.zeros_like(y) if dy is None else last_dense(dy)
     dend = dend.contiguous() if dend is not None and ctx.want_end else None
-    dx, dg, dstart = _backward_op(x, g, y, start, dy, dend, ctx.chunk, ctx.lead)
-    return dx, dg, None if start is None else dstart, None, None, None
+    dx, dg, dstart = _backward_op(x, g, y, start, leads, dy, dend, ctx.chunk, ctx.lead)
+    return dx, dg, None if start is None else dstart, None, None, None, None
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
 
 
 def scan(
-    x_BTHD: Tensor, gate_BTHD: Tensor, chunk: int, *, lead: int = 0, start: Tensor | None = None, want_end: bool
+    x_BTHD: Tensor,
+    gate_BTHD: Tensor,
+    chunk: int,
+    *,
+    lead: int | Tensor = 0,
+    start: Tensor | None = None,
+    want_end: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """y [B,T,H,D] and the last state [B,H,D]; of the heads of x and gate, one is a multiple of the other.
 
-    `chunk` is 0 without resets; the first step stands at `lead` in its chunk, and `start` is read only where
-    it does not start one.
+    `chunk` is 0 without resets; the first step stands at `lead` in its chunk (of each row if [B]), and `start` is read
+    only where it does not start one.
     """
-    start = None if chunk > 0 and lead == 0 else start
+    leads = None
+    if isinstance(lead, Tensor):
+        if start is not None:
+            start = start.masked_fill((lead == 0)[:, None, None], 0.0)
+        leads, lead = lead.to(torch.int32).contiguous(), 0
+    elif chunk > 0 and lead == 0:
+        start = None
     if start is not None:
         start = start.float().contiguous()
-    y, end = _forward_op(last_dense(x_BTHD), last_dense(gate_BTHD), start, chunk, lead, want_end)
+    y, end = _forward_op(last_dense(x_BTHD), last_dense(gate_BTHD), start, leads, chunk, lead, want_end)
     return y, end if want_end else None
 
 
@@ -108,7 +124,7 @@ def gated_scan_triton(
     gate: Tensor,
     chunk_size: int | None = None,
     *,
-    position: int = 0,
+    position: int | Tensor = 0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:

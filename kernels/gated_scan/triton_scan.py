@@ -36,6 +36,7 @@ def _forward(
     start_ptr,
     end_ptr,
     product_ptr,
+    lead_ptr,
     T,
     lead,
     segments,
@@ -55,14 +56,18 @@ def _forward(
     START: tl.constexpr,
     END: tl.constexpr,
     SUMMARY: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """y of a tile of segments, each from zero unless START: 1 the first from `start` [B,H,D], 2 every one
     from its own [B,H,N,D]. END: store the last one's state [B,H,D]. SUMMARY: store no y but the state
-    [B,H,N,D] that each segment ends with and the product of its gates."""
+    [B,H,N,D] that each segment ends with and the product of its gates. LEADS: row b's first step stands at lead[b] in
+    its chunk, and `segments` are enough for every row."""
     tiles = tl.cdiv(segments, ROWS)
     h = tl.program_id(0) % H  # heads side by side: what they share, and rows of memory, are read together
     segment = tl.program_id(0) // H % tiles * ROWS + tl.arange(0, ROWS)
     b = (tl.program_id(0) // H // tiles).to(tl.int64)
+    if LEADS:
+        lead = tl.load(lead_ptr + b)
     bh = b * H + h
     d = tl.program_id(1) * D_BLOCK + tl.arange(0, D_BLOCK)
     d_ok = d < D
@@ -93,7 +98,7 @@ def _forward(
         tl.store(end_ptr + spot, state, mask=here)
         tl.store(product_ptr + spot, product, mask=here)
     if END:
-        last = (segment == segments - 1)[:, None] & d_ok[None, :]
+        last = (segment == (T + lead - 1) // STEPS)[:, None] & d_ok[None, :]
         tl.store(end_ptr + bh.to(tl.int64) * D + d[None, :] + segment[:, None] * 0, state, mask=last)
 
 
@@ -109,6 +114,7 @@ def _backward(
     dg_ptr,
     dstart_ptr,
     product_ptr,
+    lead_ptr,
     T,
     lead,
     segments,
@@ -133,6 +139,7 @@ def _backward(
     CARRY: tl.constexpr,
     DSTART: tl.constexpr,
     SUMMARY: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """Backwards through a tile of segments: e_t = dy_t + g_{t+1} e_{t+1}, dx = (1 − g) e, dg = e (y_{t-1} − x).
 
@@ -145,6 +152,8 @@ def _backward(
     h = tl.program_id(0) % H  # heads side by side: what they share, and rows of memory, are read together
     segment = tl.program_id(0) // H % tiles * ROWS + tl.arange(0, ROWS)
     b = (tl.program_id(0) // H // tiles).to(tl.int64)
+    if LEADS:
+        lead = tl.load(lead_ptr + b)
     bh = b * H + h
     d = tl.program_id(1) * D_BLOCK + tl.arange(0, D_BLOCK)
     d_ok = d < D
@@ -247,11 +256,11 @@ class _Plan:
         return (-(-self.segments // self.rows) * BH, -(-D // self.d_block))
 
 
-def plan(kernel: str, T: int, D: int, chunk: int, lead: int) -> _Plan:
+def plan(kernel: str, T: int, D: int, chunk: int, lead: int | Tensor) -> _Plan:
     steps = min(512, max(32, 1 << ((T - 1).bit_length() + 1) // 2))
     if chunk > 0:
         steps = chunk if chunk <= MAX_DIRECT else min(chunk, steps)
-    segments = -(-(T + lead) // steps)
+    segments = -(-(T + (chunk - 1 if isinstance(lead, Tensor) else lead)) // steps)
     d_block = min(128, triton.next_power_of_2(D))
     pick = TABLE[kernel]
     rows = max(1, min(pick.elements // d_block, triton.next_power_of_2(segments)))
@@ -259,15 +268,19 @@ def plan(kernel: str, T: int, D: int, chunk: int, lead: int) -> _Plan:
 
 
 def scan_forward(
-    x: Tensor, g: Tensor, start: Tensor | None, chunk: int, lead: int, want_end: bool
+    x: Tensor, g: Tensor, start: Tensor | None, chunk: int, lead: int | Tensor, want_end: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """y [B,T,H,D] in x's dtype and the last state [B,H,D]; x and g have unit stride in the last dimension."""
+    """y [B,T,H,D] in x's dtype and the last state [B,H,D]; x and g have unit stride in the last dimension.
+
+    lead: where in its chunk the first step stands, of each row if [B] int32.
+    """
     H = max(x.shape[2], g.shape[2])
     B, T, _, D = x.shape
     p = plan("forward", T, D, chunk, lead)
     y = torch.empty(B, T, H, D, dtype=x.dtype, device=x.device)
     end = torch.empty(B, H, D, dtype=torch.float32, device=x.device) if want_end else None
-    shared = (T, lead, p.segments, *x.stride()[:3], *g.stride()[:3])
+    leads, lead = (lead, 0) if isinstance(lead, Tensor) else (None, lead)
+    shared = (leads, T, lead, p.segments, *x.stride()[:3], *g.stride()[:3])
     options = {
         "H": H,
         "X_GROUP": H // x.shape[2],
@@ -277,6 +290,7 @@ def scan_forward(
         "ROWS": p.rows,
         "D_BLOCK": p.d_block,
         "num_warps": p.warps,
+        "LEADS": leads is not None,
     }
     grid, states, mode = p.grid(B * H, D), start, 0 if start is None else 1
     if not p.alone:
@@ -307,7 +321,7 @@ def scan_backward(
     dy: Tensor,
     dend: Tensor | None,
     chunk: int,
-    lead: int,
+    lead: int | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dx, dg of the inputs' shapes and dstart [B,H,D]; y contiguous, dy with unit stride in the last dimension."""
     B, T, H, D = y.shape
@@ -315,8 +329,13 @@ def scan_backward(
     dx = torch.empty(y.shape, dtype=x.dtype, device=x.device)
     dg = torch.empty(y.shape, dtype=g.dtype, device=x.device)
     dstart = None if start is None else torch.empty_like(start)
+    leads, lead = (lead, 0) if isinstance(lead, Tensor) else (None, lead)
+    if leads is not None and dend is not None:  # the last step may stand in different segments
+        dy = dy.clone(memory_format=torch.contiguous_format)
+        dy[:, -1] += dend
+        dend = None
     tensors = (x, g, y, dy, start)
-    shared = (T, lead, p.segments, chunk, *x.stride()[:3], *g.stride()[:3], *dy.stride()[:3])
+    shared = (leads, T, lead, p.segments, chunk, *x.stride()[:3], *g.stride()[:3], *dy.stride()[:3])
     options = {
         "H": H,
         "X_GROUP": H // x.shape[2],
@@ -327,6 +346,7 @@ def scan_backward(
         "D_BLOCK": p.d_block,
         "num_warps": p.warps,
         "START": start is not None,
+        "LEADS": leads is not None,
     }
     grid, carry, mode = p.grid(B * H, D), dend, 0 if dend is None else 1
     if not p.alone:

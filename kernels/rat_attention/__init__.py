@@ -17,9 +17,16 @@ from linearize.kernels.rat_attention.cache import RatCache
 from linearize.kernels.rat_attention.chunked import rat_attention_chunked
 from linearize.kernels.rat_attention.decode import rat_attention_step
 from linearize.kernels.rat_attention.reference import rat_attention_reference
+from linearize.kernels.rat_attention.window_decode import rat_window_attention_step
 from linearize.kernels.rat_attention.windowed import rat_window_attention
 
-__all__ = ["RatCache", "rat_attention", "rat_attention_step", "rat_window_attention"]
+__all__ = [
+    "RatCache",
+    "rat_attention",
+    "rat_attention_step",
+    "rat_window_attention",
+    "rat_window_attention_step",
+]
 
 _NAME = "rat_attention"
 

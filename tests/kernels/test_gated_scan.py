@@ -237,13 +237,43 @@ def test_bad_arguments_are_named(change, error, words):
         (67, (5,), 64, 5, True),
         (150, (5,), 128, 70, True),  # segments, with a reset among them
         (150, (5,), 128, 0, False),
+        (67, (2, 3), 16, [5, 16], True),  # rows at places of their own
+        (1, (5,), 4, [3, 4], True),
+        (150, (5,), 128, [70, 0], True),
+        (30, (5,), 16, [0, 7], False),
     ],
 )
 def test_interpreted_kernels_are_the_recurrence(T, inner, chunk_size, position, initial):
     inputs = draw_inputs(0, 2, T, *inner, states=2 if initial else None)
+    position = torch.tensor(position) if isinstance(position, list) else position
     options = {"chunk_size": chunk_size, "position": position}
     reference = run(inputs, torch.float64, "reference", **options)
     assert_close(run(inputs, torch.float32, "triton", **options), reference)
+
+
+def shared_gates(backend: str) -> None:
+    """A gate of fewer heads is one whose heads are repeated."""
+    x, gate, _ = draw_inputs(3, 2, 20, 4, 3, states=2).values()
+    leaf = gate[:, :, :2].float().requires_grad_()
+    y, _ = gated_scan(x.float(), leaf, 4, position=torch.tensor([0, 5]), backend=backend)
+    wide = gate[:, :, :2].clone().requires_grad_()
+    expected, _ = gated_scan(x, wide.repeat_interleave(2, 2), 4, position=torch.tensor([0, 5]), backend="reference")
+    assert relative_rms(y, expected) < TOLERANCE
+    (ours,) = torch.autograd.grad(y.square().sum(), leaf)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), wide)
+    assert relative_rms(ours, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_gates_of_fewer_heads(backend):
+    shared_gates(backend)
+    with pytest.raises(ValueError, match="gate has 2 heads and x 3"):
+        gated_scan(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 2, 4))
+
+
+@interpreted
+def test_interpreted_gates_of_fewer_heads():
+    shared_gates("triton")
 
 
 @interpreted
@@ -269,7 +299,8 @@ def test_interpreted_operator_is_sound():
     scattered = {name: value.transpose(1, 2).contiguous().transpose(1, 2) for name, value in x.items()}
     assert_close(run(scattered, torch.float32, "triton"), run(x, torch.float64, "reference"))
     leaves = [value.requires_grad_() for value in x.values()]
-    torch.library.opcheck(triton_op._forward_op, (*leaves, 0, 0, True))
+    torch.library.opcheck(triton_op._forward_op, (*leaves, None, 0, 0, True))
+    torch.library.opcheck(triton_op._forward_op, (*leaves, torch.tensor([0, 3]), 4, 0, True))
     compiled = torch.compile(lambda *t: gated_scan(*t, backend="triton")[0], fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*leaves[:2]), gated_scan(*leaves[:2], backend="triton")[0])
     _, state = gated_scan(*leaves[:2], output_final_state=True, backend="triton")
@@ -284,7 +315,6 @@ def test_interpreted_refusals():
     x = torch.zeros(1, 4, 2)
     for change, words in (
         ({"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens"),
-        ({"position": torch.tensor([0])}, "position"),
         ({"x": x.double(), "gate": x.double()}, "float64"),
     ):
         with pytest.raises(RuntimeError, match=words):
