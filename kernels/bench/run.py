@@ -33,8 +33,9 @@ def _scan(machine: Machine, repeats: int) -> list[Row]:
 
 def _rat(machine: Machine, repeats: int) -> list[Row]:
     from linearize.kernels.bench.rat import layer_rows
+    from linearize.kernels.rat_attention.bench import rows as window_rows
 
-    return layer_rows(machine, repeats=min(repeats, 5))
+    return layer_rows(machine, repeats=min(repeats, 5)) + window_rows(machine, repeats)
 
 
 def _decode(machine: Machine, repeats: int) -> list[Row]:
