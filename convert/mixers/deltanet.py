@@ -69,11 +69,12 @@ class DeltaRule(Recurrence):
         q, k = (F.normalize(F.silu(x), dim=-1, eps=1e-6) for x in (q, k))
         strength, log_decay = self.strength(tokens.x).sigmoid(), self.log_decay(tokens)
         if tokens.mask is not None:  # padding neither writes nor decays
-            strength, log_decay = strength * tokens.mask[..., None], tokens.masked(log_decay)
+            strength = strength * tokens.mask[..., None]
+            log_decay = None if log_decay is None else tokens.masked(log_decay)
         if state is not None and is_step(q, state):
-            memory, decay = state["memory"], None if log_decay is None else log_decay[:, 0]
-            o = delta_rule_step(q[:, 0], k[:, 0], v[:, 0], strength[:, 0], memory, decay, scale=1.0)[:, None]
-            return self.norm(o, tokens.x), {"memory": memory, **new_state}
+            decay = None if log_decay is None else log_decay[:, 0]
+            o = delta_rule_step(q[:, 0], k[:, 0], v[:, 0], strength[:, 0], state["memory"], decay, scale=1.0)[:, None]
+            return self.norm(o, tokens.x), {"memory": state["memory"], **new_state}
         o, memory = delta_rule(
             q,
             k,

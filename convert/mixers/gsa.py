@@ -65,8 +65,8 @@ class GatedSlots(Recurrence):
             q, k = tokens.rotate(q, k)
         before = None if state is None else (state["slot_keys"], state["slot_values"])
         if state is not None and before is not None and is_step(q, state):
-            token = (t[:, 0] for t in (q, k, tokens.v, taken, log_decay))
-            o = slot_attention_step(*token, before, scale=self.spec.scaling)[:, None]
+            q, k, v, taken, log_decay = (t[:, 0] for t in (q, k, tokens.v, taken, log_decay))
+            o = slot_attention_step(q, k, v, taken, log_decay, before, scale=self.spec.scaling)[:, None]
             return self.norm(o, tokens.x), state
         o, slots = slot_attention(
             q,

@@ -109,12 +109,11 @@ class Tokens:
         """
         if self.mask is not None:
             v = v * self.mask[..., None, None]
-            log_decay = self.masked(log_decay)
+            log_decay = None if log_decay is None else self.masked(log_decay)
         if state is not None and is_step(q, state):
             token = log_decay if log_decay is None or log_decay.dim() == 1 else log_decay[:, 0]
-            memory = state["memory"]
-            o = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], memory, token, bonus=bonus, scale=scale)
-            return o[:, None], memory
+            o = linear_attention_step(q[:, 0], k[:, 0], v[:, 0], state["memory"], token, bonus=bonus, scale=scale)
+            return o[:, None], state["memory"]
         o, memory = linear_attention(
             q,
             k,
@@ -129,9 +128,9 @@ class Tokens:
         assert memory is not None
         return o, memory
 
-    def masked(self, log_decay: torch.Tensor | None) -> torch.Tensor | None:
+    def masked(self, log_decay: torch.Tensor) -> torch.Tensor:
         """Log decays `[H]`, `[B, T, H]` or `[B, T, H, K]` that are 0 at padding, by token where there is any."""
-        if self.mask is None or log_decay is None:
+        if self.mask is None:
             return log_decay
         return log_decay * self.mask.view(*self.mask.shape, *(1,) * max(1, log_decay.dim() - 2))
 
@@ -207,7 +206,7 @@ class Hybrid(Mixer):
     Options = HybridOptions
     recurrence_class: ClassVar[type[Recurrence]]
     options: HybridOptions
-    float32_modules = ("recurrence", "branch")
+    float32_modules: ClassVar[tuple[str, ...]] = ("recurrence", "branch")
     separable = True
 
     def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: HybridOptions) -> None:

@@ -61,7 +61,7 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
     name = "rodimus++"
     Options = RodimusPlusOptions
     options: RodimusPlusOptions
-    float32_modules = ("recurrence", "branch", "shared_key")
+    float32_modules = (*Rodimus.float32_modules, "shared_key")
     branch: Any
 
     def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: RodimusPlusOptions) -> None:
@@ -152,7 +152,8 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
         if stream is not None and stream.shape == x.shape:
             x = self.hop_norm(stream + hop)
         q, k, v = self.project(x)
-        q, k = self.rotate(*self.shared_key(q, k), rope)
+        q, k = self.shared_key(q, k)
+        q, k = self.rotate(q, k, rope)
         heads, _, window_state = window_mix(self.spec, self.window, q, k, v, padding_mask, state, cu_seqlens)
         return heads.float(), window_state
 

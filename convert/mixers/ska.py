@@ -76,7 +76,8 @@ class SharedKeyAttention(Mixer):
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, State]:
         q, k, v = self.project(hidden_states)
-        q, k = self.rotate(*self.shared_key(q, k), rope)
+        q, k = self.shared_key(q, k)
+        q, k = self.rotate(q, k, rope)
         heads, _, state = window_mix(self.spec, self.window, q, k, v, padding_mask, state, cu_seqlens)
         return heads, state
 
