@@ -2,9 +2,9 @@
 
 Source: YOCO (arXiv 2405.05254).
 
-    a_t = σ(x_t W_γ + b)^{1/16},   S_t = a_t S_{t-1} + k_t v_tᵀ,   o_t = swish(g_t) ⊙ RMSNorm(S_tᵀ q_t)
+    a_t = σ(x_t W_γ + b)^{1/16},   S_t = a_t S_{t-1} + k̂_t v_tᵀ,   o_t = swish(g_t) ⊙ RMSNorm(S_tᵀ q̂_t)
 
-q and k carry RoPE; g is low-rank. b starts at the half-lives that the options or the teacher's lookback give.
+q̂ and k̂ are RoPE of silu(q) and silu(k), SiLU for the same reason as in `gla`; g is low-rank. b starts at the half-lives that the options or the teacher's lookback give.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GatedRetentionOptions(DecayOptions):
     """Options of `gated-retention`."""
 
     rank: int = Field(16, ge=1, description="rank of the output gate")
-    rope: bool = Field(True, description="whether q and k carry RoPE")
+    rope: bool = Field(True, description="whether q and k carry RoPE, after their SiLU")
 
 
 class GatedRetentionRecurrence(Recurrence):
@@ -47,7 +47,9 @@ class GatedRetentionRecurrence(Recurrence):
         self.decay.bias.copy_(inverse_logsigmoid(-TEMPERATURE * decay_rate(tokens)))
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
-        q, k = tokens.rotate(tokens.q, tokens.k) if self.options.rope else (tokens.q, tokens.k)
+        q, k = F.silu(tokens.q), F.silu(tokens.k)
+        if self.options.rope:
+            q, k = tokens.rotate(q, k)
         log_decay = F.logsigmoid(self.decay(tokens.x)) / TEMPERATURE
         o, memory = tokens.linear_attention(q, k, tokens.v, log_decay, state)
         return self.norm(o, tokens.x), {"memory": memory}

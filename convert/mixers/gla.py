@@ -2,10 +2,11 @@
 
 Source: GLA (arXiv 2312.06635).
 
-    log a_t = logsigmoid(W_2 W_1 x_t + b) / 16,   S_t = diag(a_t) S_{t-1} + k_t v_tᵀ
-    o_t = swish(g_t) ⊙ RMSNorm(S_tᵀ q_t)                                                  g low-rank
+    log a_t = logsigmoid(W_2 W_1 x_t + b) / 16,   S_t = diag(a_t) S_{t-1} + silu(k_t) v_tᵀ
+    o_t = swish(g_t) ⊙ RMSNorm(S_tᵀ silu(q_t))                                            g low-rank
 
-q and k are the teacher's, without RoPE unless asked. b starts at the half-lives that the options or the teacher's
+q and k are the teacher's, without RoPE unless asked. SiLU, as in `tnl`, makes most weights positive, as softmax's are;
+without it the start is worse, much so in the pure form. b starts at the half-lives that the options or the teacher's
 lookback give, spread over a head's channels.
 """
 
@@ -28,7 +29,7 @@ class GLAOptions(DecayOptions):
     """Options of `gla`."""
 
     rank: int = Field(16, ge=1, description="rank of the decay's projection and of the output gate")
-    rope: bool = Field(False, description="whether q and k carry RoPE")
+    rope: bool = Field(False, description="whether q and k carry RoPE, after their SiLU")
 
 
 class GLARecurrence(Recurrence):
@@ -47,7 +48,9 @@ class GLARecurrence(Recurrence):
         self.decay.set_bias(inverse_logsigmoid(-TEMPERATURE * decay_rate(tokens)))
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
-        q, k = tokens.rotate(tokens.q, tokens.k) if self.options.rope else (tokens.q, tokens.k)
+        q, k = F.silu(tokens.q), F.silu(tokens.k)
+        if self.options.rope:
+            q, k = tokens.rotate(q, k)
         log_decay = F.logsigmoid(self.decay(tokens.x)) / TEMPERATURE
         o, memory = tokens.linear_attention(q, k, tokens.v, log_decay, state)
         return self.norm(o, tokens.x), {"memory": memory}

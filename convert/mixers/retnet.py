@@ -2,15 +2,16 @@
 
 Source: RetNet (arXiv 2307.08621).
 
-    S_t = a_h S_{t-1} + k_t v_tᵀ,   o_t = swish(g_t) ⊙ RMSNorm(S_tᵀ q_t)      q, k with RoPE; g low-rank
+    S_t = a_h S_{t-1} + k̂_t v_tᵀ,   o_t = swish(g_t) ⊙ RMSNorm(S_tᵀ q̂_t)      q̂, k̂ = RoPE(silu(q, k)); g low-rank
 
-The decays start at RetNet's `a_h = 1 - 2^{-5-h}` and are learned; a teacher's heads have no order, so calibration
+SiLU is not RetNet's; it stands for the same reason as in `gla`. The decays start at RetNet's `a_h = 1 - 2^{-5-h}` and are learned; a teacher's heads have no order, so calibration
 gives the slower decays to the heads that look back farther.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 
 from linearize.convert.attention_spec import AttentionSpec
@@ -24,7 +25,7 @@ class RetNetOptions(HybridOptions):
     """Options of `retnet`."""
 
     rank: int = Field(16, ge=1, description="rank of the output gate")
-    rope: bool = Field(True, description="whether q and k carry RoPE")
+    rope: bool = Field(True, description="whether q and k carry RoPE, after their SiLU")
 
 
 class Retention(Recurrence):
@@ -37,7 +38,9 @@ class Retention(Recurrence):
         self.norm = HeadNorm(spec, "swish", options.rank)
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
-        q, k = tokens.rotate(tokens.q, tokens.k) if self.rope else (tokens.q, tokens.k)
+        q, k = F.silu(tokens.q), F.silu(tokens.k)
+        if self.rope:
+            q, k = tokens.rotate(q, k)
         o, memory = tokens.linear_attention(q, k, tokens.v, self.decay(), state)
         return self.norm(o, tokens.x), {"memory": memory}
 

@@ -6,13 +6,15 @@ Source: RWKV-6 Finch (arXiv 2404.05892).
     a_t = exp(-exp(w_t)),   w_t = low-rank(x shifted) + b,   z shifted = z_t + (z_{t-1} - z_t) ⊙ μ_t
 
 The token shift acts on x for the decay and on the teacher's q (= r), k and v after their projections rather than
-before, so that the teacher's projections are computed once. μ is low-rank in x for q, k, v and a constant for x, and
-starts at 0; u starts at 1, where o reads the token as it stands in the state.
+before, so that the teacher's projections are computed once; r and k then pass through SiLU, for the same reason as in
+`gla`. μ is low-rank in x for q, k, v and a constant for x, and starts at 0; u starts at 1, where o reads the token as
+it stands in the state.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
 
@@ -27,7 +29,7 @@ class RWKV6Options(DecayOptions):
     """Options of `rwkv6`."""
 
     rank: int = Field(16, ge=1, description="rank of the token shift, the decay's projection and the output gate")
-    rope: bool = Field(False, description="whether r and k carry RoPE")
+    rope: bool = Field(False, description="whether r and k carry RoPE, after their SiLU")
 
 
 class FinchRecurrence(Recurrence):
@@ -51,6 +53,7 @@ class FinchRecurrence(Recurrence):
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
         x, qkv, shift = self._shifted(tokens, None if state is None else state["shift"])
         q, k, v = qkv.chunk(3, -1)
+        q, k = F.silu(q), F.silu(k)
         if self.options.rope:
             q, k = tokens.rotate(q, k)
         log_decay = -self.decay(x).exp()

@@ -15,6 +15,8 @@ much of the logits' variance is lost. Channels without RoPE have one real fit am
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field
 from torch import nn
@@ -54,7 +56,7 @@ class SharedKeyAttention(Mixer):
     name = "ska"
     Options = SharedKeyOptions
     options: SharedKeyOptions
-    float32_modules = ("shared_key",)
+    float32_modules: ClassVar[tuple[str, ...]] = ("shared_key",)
     residual: float | None = None
     """Share of the logits' variance that calibration could not put into one key; None before."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from linearize.convert.attention_spec import AttentionSpec
@@ -32,7 +34,7 @@ def window_mix(
         o `[B, T, H, K]`, the log-sum-exp of the visible logits `[B, T, H]` (float32), and the next state.
     """
     window = _width(spec, window)
-    options = {"window": window, "scale": spec.scaling, "softcap": spec.softcap, "return_lse": True}
+    options: dict[str, Any] = {"window": window, "scale": spec.scaling, "softcap": spec.softcap, "return_lse": True}
     if state is not None and is_step(q, state):
         ring = {name: state[name] for name in ("window_key", "window_value", "window_position")}
         mask = None if padding_mask is None else padding_mask[:, 0]

@@ -284,7 +284,9 @@ def test_linear_divides_by_its_own_weights(feature_map: str) -> None:
 
 @torch.no_grad()
 def test_retnet_weighs_by_distance() -> None:
-    mixer, x, rope, (q, k, v) = _layer("retnet", window=0)
+    mixer, x, rope, (_, _, v) = _layer("retnet", window=0)
+    q, k = (torch.nn.functional.silu(t) for t in mixer.project(x)[:2])
+    q, k = mixer.rotate(q, mixer.expand(k), rope)
     decay = (-mixer.recurrence.decay.log_rate.exp())[:, None, None] * DISTANCE.clamp_min(0)
     weights = _pairs(q, k) * decay.exp() * (DISTANCE >= 0) * mixer.spec.head_dim**-0.5
     o = torch.einsum("bhts,bshv->bthv", weights, v)
