@@ -185,13 +185,28 @@ class RAT(Mixer):
         """
         q, turned, k, v, gate, *rope = tensors
         grid = self.grid(q, padding_mask, state)
-        one = state is not None and q.shape[1] == 1 and not torch.is_grad_enabled()
         running, last = self.running_means(turned if self.options.rope == "token" else k, v, gate, grid, state)
         summary_k, summary_v = running.unbind(3)
         if self.options.rope == "chunk" and rope:
             summary_k = self.rotate(summary_k, summary_k, (rope[0], rope[1]))[1].to(v.dtype)
         slots = chunk_slots(torch.cat([summary_k, summary_v], -1), grid, None if state is None else state["slots"])
         near = (turned, v) if grid.window else (summary_k, summary_v)
+        heads, ring = self.attend_pairs(q, *near, slots, grid, state)
+        new_state = {"slots": slots, "running": last, "position": grid.seen}
+        # The number of tokens stays on the host, which sizes the slots by it.
+        new_state["length"] = torch.full((len(q),), grid.before + q.shape[1])
+        return heads, new_state if ring is None else new_state | {"window": ring}
+
+    def attend_pairs(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        grid: Grid,
+        state: State | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Heads `[B, T, H, K]`, and the ring of the window's keys if there is one; k, v: exact, or the running pairs."""
         options: dict[str, Any] = {
             "window": grid.window,
             "chunk_size": grid.chunk,
@@ -199,26 +214,21 @@ class RAT(Mixer):
             "scale": self.spec.scaling,
             "softcap": self.spec.softcap,
         }
-        keys, values = slots.chunk(2, -1)
         offset = self.chunk_gates.summary_weight + ALL_THE_WEIGHT[self.use]
-        new_state = {"slots": slots, "running": last, "position": grid.seen}
-        # The number of tokens stays on the host, which sizes the slots by it.
-        new_state["length"] = torch.full((len(q),), grid.before + q.shape[1])
-        if one:
-            assert state is not None
-            ring = state["window"].chunk(2, -1) if grid.window else None
-            token = (x[:, 0] for x in (q, *near))
-            position = grid.first.clamp_min(0)
-            heads = rat_window_attention_step(*token, keys, values, offset, ring, position, **options)[:, None]
-            return heads, new_state | ({"window": state["window"]} if grid.window else {})
+        keys, values = slots.chunk(2, -1)
         old = None if state is None else state.get("window")
-        near_k, near_v, origin = with_earlier(*near, grid, old)
+        if state is not None and grid.tokens == 1 and not torch.is_grad_enabled():
+            ring = None if old is None else (old[..., : k.shape[-1]], old[..., k.shape[-1] :])
+            position = grid.first.clamp_min(0)
+            heads = rat_window_attention_step(
+                q[:, 0], k[:, 0], v[:, 0], keys, values, offset, ring, position, **options
+            )
+            return heads[:, None], old
+        k, v, origin = with_earlier(k, v, grid, old)
         finished = (grid.before + grid.tokens) // grid.chunk
         keys, values = keys[:, :finished], values[:, :finished]
-        heads = rat_window_attention(q, near_k, near_v, keys, values, offset, origin=origin, **options)
-        if grid.window:
-            new_state["window"] = ring_of(near_k, near_v, grid, origin)
-        return heads, new_state
+        heads = rat_window_attention(q, k, v, keys, values, offset, origin=origin, **options)
+        return heads, ring_of(k, v, grid, origin) if grid.window else None
 
     def grid(self, q: torch.Tensor, padding_mask: torch.Tensor | None, state: State | None) -> Grid:
         """Where these tokens stand; padding before a row's first real token does not count."""

@@ -39,8 +39,8 @@ def pass_rows(machine: bench.Machine, repeats: int = 20) -> list[bench.Row]:
         inputs = [torch.randn(B, length, n, D, **make) for length, n in heads]
         offset = torch.zeros(H, device=bench.DEVICE)
 
-        def ours(*tensors: Tensor, offset: Tensor = offset) -> Tensor:
-            return rat_window_attention(*tensors, offset, window=WINDOW, chunk_size=CHUNK)
+        def ours(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, offset: Tensor = offset) -> Tensor:
+            return rat_window_attention(q, k, v, keys, values, offset, window=WINDOW, chunk_size=CHUNK)
 
         row = bench.Row(f"RAT, window {WINDOW}, chunk {CHUNK}", f"B{B} T{T} H{H}/{G} D{D}", "linearize")
         (fb, fo), (bb, bo) = work(B, T, H, G, D)

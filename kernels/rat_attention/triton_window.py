@@ -31,8 +31,8 @@ _ARGUMENTS = "int width, float scale, float? softcap"
 def _forward_op(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, offset: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    *ranges, width, scale, softcap = rest
-    seen = Places(*ranges, k.shape[1], width)
+    first, low, high, width, scale, softcap = rest
+    seen = Places(first, low, high, k.shape[1], width)
     with on_device(q):
         near = forward(q, k, v, scale, _band(seen, softcap))
         join(q, (keys, values), offset, near, seen, scale, softcap)
@@ -107,12 +107,12 @@ def rat_window_attention_triton(
     dtype = operand_dtype(*tensors)
     if torch.is_autocast_enabled(q_BTHK.device.type):
         dtype = torch.get_autocast_dtype(q_BTHK.device.type)
-    tensors = tuple(last_dense(x.to(dtype)) for x in tensors)
+    dense = [last_dense(x.to(dtype)) for x in tensors]
     (_, T, _, K), S = q_BTHK.shape, k_BSGK.shape[1]
     seen = places(T, S, window, chunk_size, origin_B, reach, q_BTHK.device)
     scale = K**-0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
     o, _ = _forward_op(
-        *tensors, offset_H.float().contiguous(), seen.first, seen.low, seen.high, seen.width, scale, softcap
+        *dense, offset_H.float().contiguous(), seen.first, seen.low, seen.high, seen.width, scale, softcap
     )
     return o.to(v_BSGK.dtype)

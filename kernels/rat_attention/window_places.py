@@ -50,4 +50,5 @@ def places(
         first = torch.maximum(first, key - reach + 1)
         low = (position - reach + 1).clamp_min(0) // C
     width = min(window + C - 1, S) if window else 1
-    return Places(*(x.clamp_min(0).to(torch.int32) for x in (first, low, exact_from // C)), S, width)
+    first, low, high = (x.clamp_min(0).to(torch.int32) for x in (first, low, exact_from // C))
+    return Places(first, low, high, S, width)
