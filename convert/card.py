@@ -229,9 +229,13 @@ def _results(record: Record) -> list[tuple[str, Any, Any, Any]]:
     rows: list[tuple[str, Any, Any, Any]] = []
     if (teacher := _part(record, "perplexity").get("teacher")) is not None:
         rows.append(("teacher", teacher, None, None))
+    steps: list[tuple[str, Any, Any, Any]]
     steps = [(f"after {step}", value, None, None) for step, value in _measured(record).items()]
     if steps or record.get("kl") is not None:
         value = steps.pop()[1] if steps else None
+        if scored := [stage for stage in record.get("stages") or () if stage.get("perplexity") is not None]:
+            after = [(f"after {s['name']}", s["perplexity"], s.get("kl"), s.get("top1_agreement")) for s in scored[:-1]]
+            steps = [step for step in steps if step[0] == "after surgery"] + after
         name = "**this student**"
         if is_untrained(record):
             name, steps = f"{name} (surgery only, untrained)", []

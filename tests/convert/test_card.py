@@ -156,6 +156,24 @@ def test_an_untrained_student_says_so():
     assert "ntrained" not in exported and "how much of the teacher it kept is unknown" in exported
 
 
+def test_every_stage_that_was_scored_has_its_row():
+    """The last stage's is the student's own; a stage without a score has none."""
+    stages = [
+        {"name": "matrix", "perplexity": 40.5, "kl": 1.25, "top1_agreement": 0.5},
+        {"name": "quiet"},
+        {"name": "hidden", "perplexity": 20.5, "kl": 0.25, "top1_agreement": 0.75},
+        {"name": "logits", "perplexity": 15.2, "kl": 0.0812, "top1_agreement": 0.853},
+    ]
+    rows = table(section(render_card(record(stages=stages, control=None)), "Results"))[1:]
+    assert rows == [
+        ["teacher", "13.98", "—", "—"],
+        ["after surgery", "812.4", "—", "—"],
+        ["after matrix", "40.5", "1.25", "50.0 %"],
+        ["after hidden", "20.5", "0.25", "75.0 %"],
+        ["**this student**", "15.2", "0.0812", "85.3 %"],
+    ]
+
+
 def test_a_student_that_the_control_beats_says_so():
     control = {"to": "swa", "perplexity": 15.1, "kl": 0.08, "top1_agreement": 0.86}
     assert "the new mixers gain nothing here" in render_card(record(control=control))

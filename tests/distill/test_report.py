@@ -32,7 +32,7 @@ from linearize.distill.report.limits import TESTED_FAMILIES
 from linearize.recipes.cli import main
 from tests.families import FAMILIES
 
-HOSTILE = '</pre></svg><script>alert(1)</script>|`$x_{1}$` [a](b) ](c) **&amp; "quoted" \'é'
+HOSTILE = '$x_{1}$</pre></svg><script>alert(1)</script>|` [a](b) ](c) **&amp; "quoted" \'é'
 KEYS = {
     "plan", "losses", "layer-errors", "positions", "needle", "mqar", "branches", "state", "decode", "prefill", "memory"
 }  # fmt: skip
@@ -47,7 +47,10 @@ def saved_record() -> dict[str, Any]:
         },
         "kl": 0.08123, "top1_agreement": 0.8534,
         "control": {"to": "swa (window 64)", "perplexity": 16.543, "kl": 0.1512, "top1_agreement": 0.8013},
-        "stages": [{"name": "transfer", "kind": "transfer"}, {"name": "lora", "kind": "lora"}],
+        "stages": [
+            {"name": "transfer", "kind": "transfer", "perplexity": 17.25, "kl": 0.2345, "top1_agreement": 0.7654},
+            {"name": "lora", "kind": "lora", "perplexity": 15.237, "kl": 0.08123, "top1_agreement": 0.8534},
+        ],
         "state_bytes": {"1024": 131_072, "32768": 131_072}, "kv_bytes": {"1024": 1_048_576, "32768": 33_554_432},
         "gate": {"passed": True, "checks": [
             {"name": "reload = memory", "value": 1.25e-7, "limit": 1e-4, "detail": "", "passed": True},
@@ -69,7 +72,7 @@ def saved_record() -> dict[str, Any]:
         "summary": summary,
         "losses": {
             "transfer": [1 / (3 + i) for i in range(450)],
-            "lora": [0.731, 0.4321],
+            "lora": [0.731, 0.4321, 0.5678],
             "control_transfer": [2 / (3 + i) for i in range(450)],
         },
         "layer_errors": {"surgery": [None, 0.3456, 0.4567], "student": [None, 0.1234, 0.2345]},
@@ -200,10 +203,11 @@ def test_every_number_is_the_records(full: Path) -> None:
     summary, text = record["summary"], Page(full).text
     expected = [
         *map(number, summary["perplexity"].values()), number(summary["kl"]), percent(summary["top1_agreement"]),
+        number(summary["stages"][0]["kl"]), percent(summary["stages"][0]["top1_agreement"]),
         number(summary["control"]["perplexity"]), percent(summary["control"]["top1_agreement"]),
         *map(size, summary["kv_bytes"].values()), "256.0×", *map(number, summary["tokens"].values()),
         *map(number, summary["stage_seconds"].values()), number(summary["parameters"]["new"]), "190.4 seconds",
-        number(record["losses"]["transfer"][0]), number(record["losses"]["transfer"][-1]), "0.4321",
+        number(record["losses"]["transfer"][0]), number(record["losses"]["transfer"][-1]), "0.4321", "0.5678",
         *(number(e) for errors in record["layer_errors"].values() for e in errors if e is not None),
     ]  # fmt: skip
     assert evaluation.positions and evaluation.branches and evaluation.needle and evaluation.speed and evaluation.mqar
@@ -301,6 +305,18 @@ def test_limits_are_what_was_measured(full: Path) -> None:
     assert limits in (full / "README.md").read_text() and "close to a sliding window" in Page(full).text
 
 
+def test_a_plan_of_many_mixers_names_those_that_have_a_colour(tmp_path: Path) -> None:
+    record = saved_record()
+    for mixers, others in ((6, False), (7, True), (9, True)):
+        record["summary"]["plan"] = [{"mixer": f"mixer-{i % mixers}", "options": {}} for i in range(30)]
+        folder = student(tmp_path / str(mixers), record)
+        write_report(folder)
+        strip = (folder / "figures" / "plan.svg").read_text()
+        shown = re.findall(r">(mixer-\d|others)<", strip)
+        assert shown == [f"mixer-{i}" for i in range(5 if others else 6)] + ["others"] * others
+        assert len(set(re.findall(r"--mixer-\d", strip.split("</style>")[1]))) == 6
+
+
 def test_a_family_that_is_not_tested_is_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("linearize.distill.report.style.render", lambda key, *_: f'<svg id="{key}" viewBox="0 0 1 1"/>')
     assert sorted(FAMILIES) == sorted(TESTED_FAMILIES)
@@ -375,6 +391,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     assert page.text.count("<script>alert(1)</script>") >= 10, "shown as it is"
     figures = {file.stem: ElementTree.parse(file).getroot() for file in (folder / "figures").iterdir()}
     assert set(figures) == KEYS
+    assert "$x_{1}$" in "".join(figures["losses"].itertext()), "no mathematics is made of it"
     assert not [node for root in figures.values() for node in root.iter() if node.tag.endswith("script")]
     card = (folder / "README.md").read_text()
     prose = re.sub(r"(`{3,}).*?\n\1", "", card, flags=re.DOTALL)
