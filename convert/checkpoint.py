@@ -12,7 +12,6 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -100,10 +99,40 @@ def weight_files(folder: Path) -> list[Path]:
     raise ConversionError(f"{folder} has no {SINGLE}; it is not a complete checkpoint")
 
 
+def tensor_names(file: Path) -> list[str]:
+    """Names in a safetensors file; maps nothing that counts as memory."""
+    with safe_open(file, framework="np") as handle:
+        return list(handle.keys())
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+def read_tensor(file: Path, name: str) -> torch.Tensor:
+    """One tensor of a safetensors file, in memory of its own.
+
+    The library maps the whole file into memory that may be written, which a limit on memory counts in full.
+    """
+    with open(file, "rb") as handle:
+        size = int.from_bytes(handle.read(8), "little")
+        entry = json.loads(handle.read(size))[name]
+        begin, end = entry["data_offsets"]
+        dtype = _DTYPES[entry["dtype"]]
+        if begin == end:
+            return torch.empty(entry["shape"], dtype=dtype)
+        data = bytearray(end - begin)
+        handle.seek(8 + size + begin)
+        handle.readinto(data)
+    return torch.frombuffer(data, dtype=dtype).view(entry["shape"])
+
+
 def _check_safetensors(file: Path) -> None:
     try:
-        with safe_open(file, framework="pt") as handle:
-            handle.keys()
+        tensor_names(file)
     except (SafetensorError, OSError, ValueError) as error:
         raise ConversionError(f"{file} is truncated or no safetensors file ({error}); download it again") from None
 
@@ -184,6 +213,26 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _write_file(file: Path, members: list[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """A safetensors file, one tensor in memory at a time: the header's length, the header, the tensors' bytes."""
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for member in members:
+        tensor = tensors[member]
+        begin, end = end, end + tensor.nbytes
+        header[member] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight bytes
+    with open(file, "wb") as handle:
+        handle.write(len(text).to_bytes(8, "little") + text)
+        for member in members:
+            data = tensors[member].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            handle.write(data.numpy().data)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
 def write_tensors(
     tensors: Mapping[str, torch.Tensor], folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[str]:
@@ -200,10 +249,7 @@ def write_tensors(
     single = len(shards) == 1
     names = [SINGLE if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for file, members in zip(names, shards, strict=True):
-        data = {member: tensors[member].contiguous().cpu() for member in members}
-        save_file(data, folder / file, metadata={"format": "pt"})
-        with open(folder / file, "rb") as handle:
-            os.fsync(handle.fileno())
+        _write_file(folder / file, members, tensors)
     if not single:
         weight_map = {member: file for file, members in zip(names, shards, strict=True) for member in members}
         (folder / INDEX).write_text(

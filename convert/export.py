@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from linearize.convert.checkpoint import MAX_SHARD_BYTES, checkpoint_tensors, weight_files, write_tensors
+from linearize.convert.checkpoint import (
+    checkpoint_tensors,
+    read_tensor,
+    tensor_names,
+    weight_files,
+    write_tensors,
+)
 from linearize.convert.errors import ConversionError
 
 RECORD = "linearize.json"
@@ -60,7 +65,6 @@ def export(
     record: dict[str, Any] | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
     logits: Callable[[Path, torch.Tensor], torch.Tensor] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write `student` to `out_dir`, which must not exist or be empty.
 
@@ -72,7 +76,6 @@ def export(
         record: kept in `linearize.json` beside the ledger: command, recipe, measurements.
         tensors: what to write, if the student does not hold it itself (see `StreamedTensors`).
         logits: `logits(folder, input_ids)` of the student as it was just written; None for its own forward.
-        max_shard_bytes: size of a weight file; one is held in memory at a time.
 
     Raises:
         ConversionError: the output is not empty, equals the source, or a tensor is not finite.
@@ -86,7 +89,7 @@ def export(
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_tensors(tensors, partial, max_shard_bytes)
+    write_tensors(tensors, partial)
     files = copy_files(source, partial)
     _write_config(student, partial)
     _write_parity(student, partial, logits)
@@ -127,17 +130,16 @@ def make_ledger(tensors: Mapping[str, torch.Tensor], source: Path) -> Ledger:
     digest: dict[str, str] = {}
     dropped = []
     for file in weight_files(source):
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                if name not in tensors:
-                    dropped.append(name)
-                    continue
-                mine = tensors[name].cpu()
-                theirs = handle.get_tensor(name).to(mine.dtype)
-                copied = mine.shape == theirs.shape and torch.equal(mine, theirs)
-                origin[name] = "copied" if copied else "trained"
-                if copied:
-                    digest[name] = tensor_digest(theirs)
+        for name in tensor_names(file):
+            if name not in tensors:
+                dropped.append(name)
+                continue
+            mine = tensors[name].cpu()
+            theirs = read_tensor(file, name).to(mine.dtype)
+            copied = mine.shape == theirs.shape and torch.equal(mine, theirs)
+            origin[name] = "copied" if copied else "trained"
+            if copied:
+                digest[name] = tensor_digest(theirs)
     for name in tensors:
         origin.setdefault(name, "created")
     return Ledger(dict(sorted(origin.items())), sorted(dropped), dict(sorted(digest.items())))
@@ -170,10 +172,11 @@ def _write_config(student: PreTrainedModel, folder: Path) -> None:
 def parity_outputs(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """What is compared between memory and reload: log-probabilities of the tokens read, and the last logits."""
     with torch.no_grad():
-        return _parity_of(model(input_ids=input_ids.to(model.device), use_cache=False).logits, input_ids)
+        return parity_of(model(input_ids=input_ids.to(model.device), use_cache=False).logits, input_ids)
 
 
-def _parity_of(logits: torch.Tensor, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def parity_of(logits: torch.Tensor, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same from logits `[B, T, vocab]`."""
     logits = logits.float()
     log_probs = logits.log_softmax(-1)[:, :-1]
     taken = log_probs.gather(-1, input_ids[:, 1:, None].to(logits.device))[..., 0]
@@ -192,5 +195,5 @@ def _write_parity(
         outputs = parity_outputs(student.eval(), input_ids)
         student.train(training)
     else:
-        outputs = _parity_of(logits(folder, input_ids), input_ids)
+        outputs = parity_of(logits(folder, input_ids), input_ids)
     save_file({"input_ids": input_ids, **outputs}, folder / PARITY)

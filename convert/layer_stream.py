@@ -16,12 +16,11 @@ from typing import Any, cast
 import torch
 from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from linearize.convert.attention_spec import find_layers
-from linearize.convert.checkpoint import checkpoint_tensors, weight_files
+from linearize.convert.checkpoint import checkpoint_tensors, read_tensor, tensor_names, weight_files
 from linearize.convert.errors import ConversionError
 
 
@@ -55,7 +54,7 @@ class LayerStream:
         self.layers, self.attention_name = find_layers(self.model, config)
         names = {module: name for name, module in self.model.named_modules()}
         self.block_names = [names[block] for block in self.layers]
-        self.files = {name: file for file in weight_files(folder) for name in _keys(file)}
+        self.files = {name: file for file in weight_files(folder) for name in tensor_names(file)}
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
 
     @contextlib.contextmanager
@@ -137,8 +136,7 @@ class LayerStream:
                 f"{self.folder} has no tensor {name}: this family stores its weights in another form, "
                 "which cannot be streamed; convert without `stream`"
             )
-        with safe_open(self.files[stored], framework="pt") as handle:
-            return handle.get_tensor(stored)
+        return read_tensor(self.files[stored], stored)
 
     def _load(self, names: Any) -> None:
         parameters = self._parameters()
@@ -181,8 +179,7 @@ class StreamedTensors(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.overlay:
             return self.teacher.read(name).to(self.dtypes[name])
-        with safe_open(self.overlay[name], framework="pt") as handle:
-            return handle.get_tensor(name).to(self.dtypes[name])
+        return read_tensor(self.overlay[name], name).to(self.dtypes[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.dtypes)
@@ -195,8 +192,3 @@ def run_block(block: nn.Module, hidden_states: torch.Tensor, call: BlockCall) ->
     """The block's output `[B, T, D]`."""
     output = block(hidden_states, *call.args, **call.kwargs)
     return cast(torch.Tensor, output[0] if isinstance(output, tuple) else output)
-
-
-def _keys(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as handle:
-        return list(handle.keys())

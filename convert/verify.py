@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from linearize.convert import model as _model  # noqa: F401  registers the student classes
-from linearize.convert.checkpoint import load_tokenizer, weight_files
+from linearize.convert.checkpoint import load_tokenizer, read_tensor, tensor_names, weight_files
 from linearize.convert.errors import ConversionError
-from linearize.convert.export import PARITY, RECORD, file_digest, parity_outputs, tensor_digest
+from linearize.convert.export import PARITY, RECORD, file_digest, parity_of, parity_outputs, tensor_digest
+from linearize.convert.layer_stream import LayerStream
 from linearize.convert.plan import Plan
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -75,28 +75,50 @@ def verify(directory: str | Path, device: str = "cpu") -> GateReport:
         ConversionError: the folder is no exported student.
     """
     folder = Path(directory)
-    if not (folder / RECORD).is_file():
-        raise ConversionError(f"{folder} is not an exported student: it has no {RECORD}")
-    record = json.loads((folder / RECORD).read_text())
+    record = _record(folder)
     checks = [*_file_checks(folder, record)]
     for dtype, limit in LIMITS.items():
         checks += _model_checks(folder, dtype, limit, device)
     return GateReport(checks)
 
 
-def verify_in_fresh_process(directory: str | Path) -> GateReport:
-    """`verify` in a new Python process.
+def verify_streamed(directory: str | Path) -> GateReport:
+    """The checks that need one block in memory at a time: files, tensors, reload = memory.
+
+    Raises:
+        ConversionError: the folder is no exported student.
+    """
+    folder = Path(directory)
+    record = _record(folder)
+    stored = json.loads((folder / "config.json").read_text())["dtype"]
+    dtype: torch.dtype = getattr(torch, stored)
+    memory = load_file(folder / PARITY)
+    ids = memory.pop("input_ids")
+    again = parity_of(LayerStream(folder, dtype).forward(ids), ids)
+    worst = max(relative_error(again[name], expected) for name, expected in memory.items())
+    limit = LIMITS.get(dtype, LIMITS[torch.bfloat16])
+    return GateReport([*_file_checks(folder, record), Check(f"{stored}: reload = memory, streamed", worst, limit)])
+
+
+def verify_in_fresh_process(directory: str | Path, streamed: bool = False) -> GateReport:
+    """`verify`, or `verify_streamed`, in a new Python process.
 
     Raises:
         ConversionError: the process could not finish; its last line of error is in the message.
     """
-    command = [sys.executable, "-m", "linearize.convert.verify", str(directory)]
+    command = [sys.executable, "-m", "linearize.convert.verify", str(directory), *(["--stream"] if streamed else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     try:
         return GateReport.from_json(json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError):
         lines = done.stderr.strip().splitlines() or ["no output"]
         raise ConversionError(f"the parity gate could not run on {directory}: {lines[-1]}") from None
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    if not (folder / RECORD).is_file():
+        raise ConversionError(f"{folder} is not an exported student: it has no {RECORD}")
+    return json.loads((folder / RECORD).read_text())
 
 
 # ---------------------------------------------------------------------- files and tensors
@@ -113,14 +135,13 @@ def _file_checks(folder: Path, record: dict[str, Any]) -> Iterator[Check]:
 
     broken, found, infinite = [], set(), []
     for file in weight_files(folder):
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                tensor = handle.get_tensor(name)
-                found.add(name)
-                if not bool(torch.isfinite(tensor).all()):
-                    infinite.append(name)
-                if name in record["digest"] and tensor_digest(tensor) != record["digest"][name]:
-                    broken.append(name)
+        for name in tensor_names(file):
+            tensor = read_tensor(file, name)
+            found.add(name)
+            if not bool(torch.isfinite(tensor).all()):
+                infinite.append(name)
+            if name in record["digest"] and tensor_digest(tensor) != record["digest"][name]:
+                broken.append(name)
     unaccounted = found ^ set(record["origin"])
     yield Check("every tensor accounted for", len(unaccounted), 0, ", ".join(sorted(unaccounted)[:3]))
     yield Check("all tensors finite", len(infinite), 0, ", ".join(infinite[:3]))
@@ -222,4 +243,4 @@ def _implementation(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(verify(sys.argv[1]).to_json()))
+    print(json.dumps((verify_streamed if "--stream" in sys.argv[2:] else verify)(sys.argv[1]).to_json()))

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from linearize.convert.calibration import calibration_route, routed, teacher_heads
+from linearize.convert.checkpoint import tensor_names
 from linearize.convert.errors import ConversionError
 from linearize.convert.layer_stream import BlockCall, LayerStream, run_block
 from linearize.convert.mixers import Mixer
@@ -30,6 +29,7 @@ from linearize.convert.surgery import new_parameters, student_mixers
 from linearize.distill.adapters import attach_adapters, merge_adapters
 from linearize.distill.capture import Seen
 from linearize.distill.data import TokenBlocks
+from linearize.distill.evaluate.language import LanguageScore, language_sums
 from linearize.distill.parameters import trainable_groups
 from linearize.distill.progress import meter, say
 from linearize.distill.stages.transfer import Transfer
@@ -51,6 +51,11 @@ class StreamedLayers:
     overlay: dict[str, Path]
     logs: dict[int, TrainingLog]
     tokens: int
+
+    def mean_losses(self) -> list[float]:
+        """One per step: the mean over the trained layers."""
+        columns = zip(*(log.losses for log in self.logs.values()), strict=True)
+        return [sum(column) / len(column) for column in columns]
 
 
 class _Activations:
@@ -135,9 +140,41 @@ def stream_transfer(
             progress.update(index + 1, steps * settings.batch_size * data.length)
     for index in range(len(plan.layers)):
         file = stream.result(index)
-        overlay |= dict.fromkeys(_names(file), file)
+        overlay |= dict.fromkeys(tensor_names(file), file)
     stream.clean()
     return StreamedLayers(overlay, logs, steps * settings.batch_size * data.length)
+
+
+@torch.no_grad()
+def score_streamed(teacher: LayerStream, student: LayerStream, data: TokenBlocks, folder: Path) -> LanguageScore:
+    """`score_language` with one block in memory; hidden states of both models lie in `folder` meanwhile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = (*data.blocks.shape, teacher.model.config.hidden_size)
+    hidden = [_Activations(folder / f"score-{i}.bin", shape, teacher.dtype) for i in range(2)]
+    with meter("measure", len(teacher.layers)) as progress:
+        for model, states in zip((student, teacher), hidden, strict=True):
+            with model.surroundings():
+                for i, row in enumerate(data.blocks):
+                    entering, calls = model.call(row[None])
+                    states.tensor[i] = entering[0].cpu()
+            for index, call in enumerate(calls):
+                with model.block(index) as block:
+                    for i in range(len(data)):
+                        states.tensor[i] = run_block(block, states.tensor[i : i + 1].to(model.device), call)[0].cpu()
+                if model is teacher:
+                    progress.update(index + 1, data.blocks.numel())
+    sums = torch.zeros(5, dtype=torch.float64)
+    with student.surroundings(), teacher.surroundings():
+        for i, row in enumerate(data.blocks):
+            logits = [
+                model.logits(states.tensor[i : i + 1].to(model.device), row[None])[0, :-1]
+                for model, states in zip((student, teacher), hidden, strict=True)
+            ]
+            sums += language_sums(logits[0], logits[1], row[1:].to(logits[0].device))
+    for states in hidden:
+        states.file.unlink()
+    tokens = data.blocks[:, 1:].numel()
+    return LanguageScore(*(sums / tokens).tolist(), tokens)
 
 
 def _check(settings: Transfer) -> None:
@@ -244,8 +281,3 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
     temporary = file.with_suffix(".tmp")
     save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary)
     os.replace(temporary, file)
-
-
-def _names(file: Path) -> Iterator[str]:
-    with safe_open(file, framework="pt") as handle:
-        yield from handle.keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from linearize.convert.export import RECORD, export
 from linearize.convert.plan import Plan, make_plan
 from linearize.convert.size import cache_bytes
 from linearize.convert.surgery import build_student, new_parameters
-from linearize.convert.verify import verify_in_fresh_process
+from linearize.convert.verify import GateReport, verify_in_fresh_process
 from linearize.distill import processes
 from linearize.distill.adapters import checkpoint_name, merge_adapters
+from linearize.distill.evaluate.language import LanguageScore
 from linearize.distill.loss_log import CURVES, EVENTS, check_trackers
 from linearize.distill.progress import say
 from linearize.distill.reference import Reference
@@ -73,7 +75,10 @@ def run(
     if resumed:
         say(f"resuming from {work.folder}")
     try:
-        summary = _Conversion(recipe, teacher, config, plan, work, command).run()
+        from linearize.recipes.streamed import StreamedConversion, streams  # it is built on this module
+
+        kind = StreamedConversion if streams(stages_of(recipe)) else Conversion
+        summary = kind(recipe, teacher, config, plan, work, command).run()
     except ConversionError:
         if not resumed and not work.trained:
             work.discard()
@@ -81,7 +86,26 @@ def run(
     return summary
 
 
-class _Conversion:
+@dataclass(frozen=True)
+class Outcome:
+    """What a conversion made, before it is summed up.
+
+    Attributes:
+        student: its configuration and shapes count; a streamed one has no numbers.
+        surgery: the score before training; None where it was not measured.
+    """
+
+    student: PreTrainedModel
+    surgery: LanguageScore | None
+    final: LanguageScore
+    trained: Trained
+    control: Control | None
+    sample: Sample
+    parameters: dict[str, int]
+    gate: GateReport
+
+
+class Conversion:
     """One run: the things every step needs, and the steps."""
 
     def __init__(
@@ -96,10 +120,17 @@ class _Conversion:
         self.dtype: torch.dtype = getattr(torch, name)
 
     def run(self) -> Summary:
-        recipe, work = self.recipe, self.work
         self.tokenizer = load_tokenizer(self.teacher.folder)
-        with work.timed("data"):
-            self.data = StageData(recipe, self.stages, self.tokenizer, self.longest)
+        with self.work.timed("data"):
+            self.data = StageData(self.recipe, self.stages, self.tokenizer, self.longest)
+        outcome = self.convert()
+        summary = self._summary(outcome)
+        processes.on_main(lambda: self._finish(summary, outcome.trained))
+        return summary
+
+    def convert(self) -> Outcome:
+        """Surgery, training, export to the workspace, gate."""
+        recipe, work = self.recipe, self.work
         with work.timed("surgery"):
             model = load_teacher(self.teacher.folder, self.dtype, self.device)
             torch.manual_seed(recipe.seed)
@@ -108,43 +139,47 @@ class _Conversion:
         training = Training(student, model, recipe, self.data, work)
         surgery = training.measure("surgery")
         trained = training.run(self.stages)
-        final = trained.score or surgery
         control = self._control(model)
         sample = Sample(**work.once("sample", lambda: self._sample(Reference(student, model))))
-        state, kv = zip(*(cache_bytes(student, context) for context in CONTEXTS), strict=True)
-        parameters = _count(student, new, trained)
+        parameters = count_parameters(student, new, trained)
         with work.timed("export"):
             processes.on_main(lambda: self._export(student, trained))
         say("parity gate, in a fresh process")
         with work.timed("gate"):
             gate = processes.on_main(lambda: verify_in_fresh_process(work.student))
-        summary = Summary(
+        final = trained.score or surgery
+        return Outcome(student, surgery, final, trained, control, sample, parameters, gate)
+
+    def _summary(self, outcome: Outcome) -> Summary:
+        recipe, work, trained, final = self.recipe, self.work, outcome.trained, outcome.final
+        state, kv = zip(*(cache_bytes(outcome.student, context) for context in CONTEXTS), strict=True)
+        return Summary(
             teacher=self.teacher.label,
             to=recipe.to,
             out=str(work.out),
             perplexity=Perplexity(
-                teacher=surgery.teacher_perplexity,
-                surgery=surgery.perplexity,
+                teacher=final.teacher_perplexity,
+                surgery=outcome.surgery.perplexity if outcome.surgery else None,
                 transfer=next((stage.perplexity for stage in trained.stages if stage.kind == "transfer"), None),
                 student=final.perplexity,
             ),
-            loss={"teacher": surgery.teacher_loss, "student": final.loss},
+            loss={"teacher": final.teacher_loss, "student": final.loss},
             kl=final.kl,
             top1_agreement=final.top1_agreement,
-            control=control,
+            control=outcome.control,
             stages=trained.stages,
             state_bytes={str(c): n for c, n in zip(CONTEXTS, state, strict=True)},
             kv_bytes={str(c): n for c, n in zip(CONTEXTS, kv, strict=True)},
-            gate=gate.to_json(),
+            gate=outcome.gate.to_json(),
             seconds=sum(work.results["seconds"].values()),
             stage_seconds=work.results["seconds"],
             tokens=work.results.get("tokens", {}),
             data=self.data.corpus.source,
             context=self.data.heldout.length,
-            heldout_tokens=surgery.tokens,
-            plan=student.config.linearize["layers"],
-            parameters=parameters,
-            sample=sample,
+            heldout_tokens=final.tokens,
+            plan=outcome.student.config.linearize["layers"],
+            parameters=outcome.parameters,
+            sample=outcome.sample,
             seed=recipe.seed,
             device=str(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
@@ -153,8 +188,6 @@ class _Conversion:
             command=self.command,
             versions={"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
         )
-        processes.on_main(lambda: self._finish(summary, trained))
-        return summary
 
     def _surgery(self, model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         data = self.data.calibration
@@ -203,9 +236,12 @@ class _Conversion:
     def _export(self, student: PreTrainedModel, trained: Trained) -> None:
         merge_adapters(student)
         shutil.rmtree(self.work.student, ignore_errors=True)
-        record = {"recipe": self.recipe.model_dump(mode="json"), "command": self.command}
-        record["trained"] = sorted({checkpoint_name(name) for name in trained.sizes})
-        export(student, self.teacher.folder, self.work.student, record)
+        export(student, self.teacher.folder, self.work.student, self.record(trained))
+
+    def record(self, trained: Trained) -> dict[str, Any]:
+        """What stands in the student's record beside the ledger."""
+        names = sorted({checkpoint_name(name) for name in trained.sizes})
+        return {"recipe": self.recipe.model_dump(mode="json"), "command": self.command, "trained": names}
 
     def _finish(self, summary: Summary, trained: Trained) -> None:
         record = summary.model_dump(mode="json")
@@ -244,7 +280,7 @@ def for_window(stage: Stage, window: int) -> Stage:
     return stage
 
 
-def _count(student: PreTrainedModel, new: int, trained: Trained) -> dict[str, int]:
+def count_parameters(student: PreTrainedModel, new: int, trained: Trained) -> dict[str, int]:
     """Numbers in all tensors, in those the teacher lacks, and in those that trained."""
     adapters = sum(p.numel() for name, p in student.named_parameters() if "lora_" in name)
     total = sum(p.numel() for p in student.parameters()) - adapters

@@ -11,7 +11,7 @@ class Perplexity(BaseModel):
     """On held-out text, at each point of the conversion; None for a stage that did not run."""
 
     teacher: float
-    surgery: float
+    surgery: float | None
     transfer: float | None
     student: float
 

@@ -95,13 +95,12 @@ def score_language(
                 reference = teacher(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
             else:
                 reference = teacher_logits(student, ids)[:, :-1].flatten(0, 1) if has_mixers else logits
-            sums += _sums(logits, reference, ids[:, 1:].flatten())
+            sums += language_sums(logits, reference, ids[:, 1:].flatten())
             progress.update(i + 1, ids.numel())
     student.train(training)
     tokens = data.blocks[:, 1:].numel()
-    loss, teacher_loss, kl, first, fifth = (sums / tokens).tolist()
     size = None if tokenizer is None else text_bytes(data.blocks[:, 1:], tokenizer)
-    return LanguageScore(loss, teacher_loss, kl, first, fifth, tokens, size)
+    return LanguageScore(*(sums / tokens).tolist(), tokens, size)
 
 
 def text_bytes(ids: torch.Tensor, tokenizer: Any) -> int:
@@ -110,7 +109,7 @@ def text_bytes(ids: torch.Tensor, tokenizer: Any) -> int:
     return sum(len(row.encode("utf-8", "ignore")) for row in rows)
 
 
-def _sums(logits: torch.Tensor, reference: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def language_sums(logits: torch.Tensor, reference: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sums over tokens: loss, the teacher's loss, KL, agreement in the first and in the first five."""
     total = torch.zeros(5, dtype=torch.float64)
     rows = max(1, _SLICE_ELEMENTS // logits.shape[-1])

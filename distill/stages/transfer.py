@@ -48,11 +48,16 @@ class Transfer(AdapterStage):
     window_dropout: float = Field(
         0.0, ge=0, lt=1, description="chance per layer and step that a mixer's window shrinks to the token itself"
     )
+    stream: bool = Field(
+        False, description="train layer by layer with activations on disk: memory holds one block and a batch"
+    )
     teacher_forced: bool = Field(True, description="whether mixers see the teacher's hidden states or the student's")
 
     def check_documents(self) -> None:
         if self.weights:
             raise ConversionError(f"stage {self.label} compares attention weights; documents must be 'joined'")
+        if self.stream:
+            raise ConversionError(f"stage {self.label} is streamed; documents must be 'joined'")
 
     def objective(self, bench: Workbench) -> nn.Module:
         if self.weights:

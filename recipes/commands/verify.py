@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
 import typer
 
@@ -10,11 +11,16 @@ from linearize.recipes.commands.app import EXIT_FAILED, Directory, JsonFlag, app
 
 
 @app.command()
-def verify(directory: Directory, as_json: JsonFlag = False) -> None:
+def verify(
+    directory: Directory,
+    stream: Annotated[bool, typer.Option("--stream", help="only the checks that hold one block in memory")] = False,
+    as_json: JsonFlag = False,
+) -> None:
     """Run the parity gate on an exported student."""
     from linearize.convert.verify import verify as run_gate
+    from linearize.convert.verify import verify_streamed
 
-    report = run_gate(directory)
+    report = verify_streamed(directory) if stream else run_gate(directory)
     if as_json:
         print(json.dumps(report.to_json()))
     else:
