@@ -221,7 +221,7 @@ def test_every_number_is_the_records(full: Path) -> None:
     expected += [number(value) for p in evaluation.speed.points for value in (p.prefill, p.decode)]
     expected += [percent(share) for share in (*evaluation.mqar.student, *evaluation.mqar.teacher)]
     expected += [percent(task.recovery) for task in evaluation.tasks if task.recovery is not None]
-    expected += ["18.8 19.7", "175 none", "51.2 %", "61.2 %", "1.712", "812 tokens"]
+    expected += ["lora 3 0.731 0.5678 0.4321 0.5678", "18.8 19.7", "175 none", "51.2 %", "61.2 %", "1.712", "812 tokens"]
     missing = [value for value in expected if not re.search(rf"(?<![\d.]){re.escape(value)}(?!\d)", text)]
     assert not missing
     conditions = [
