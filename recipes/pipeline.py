@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from linearize.convert.card import render_card
 from linearize.convert.checkpoint import check_source, load_teacher, load_tokenizer
 from linearize.convert.errors import ConversionError
 from linearize.convert.export import RECORD, export
@@ -24,9 +23,11 @@ from linearize.convert.verify import GateReport, verify_in_fresh_process
 from linearize.distill import processes
 from linearize.distill.adapters import checkpoint_name, merge_adapters
 from linearize.distill.evaluate.language import LanguageScore
+from linearize.distill.layer_errors import layer_errors
 from linearize.distill.loss_log import CURVES, EVENTS, check_trackers
 from linearize.distill.progress import say
 from linearize.distill.reference import Reference
+from linearize.distill.report import write_report
 from linearize.distill.stages import Anneal, Stage
 from linearize.recipes.defaults import stages_of
 from linearize.recipes.schema import Recipe
@@ -38,6 +39,9 @@ from linearize.recipes.workspace import Workspace
 CONTEXTS = (1024, 32768)
 PROMPT = "def read_config(path):\n"
 _SAMPLE_TOKENS = 48
+_COMPARED = 2
+"""Held-out sequences on which layers are compared with the teacher's."""
+
 _PACKAGES = ("linearize", "torch", "triton", "transformers", "peft", "accelerate", "safetensors")
 
 
@@ -138,7 +142,10 @@ class Conversion:
         new = sum(p.numel() for p in new_parameters(student).values())
         training = Training(student, model, recipe, self.data, work)
         surgery = training.measure("surgery")
+        self._compare_layers("surgery", student, model)
         trained = training.run(self.stages)
+        if trained.stages:
+            self._compare_layers("student", student, model)
         control = self._control(model)
         sample = Sample(**work.once("sample", lambda: self._sample(Reference(student, model))))
         parameters = count_parameters(student, new, trained)
@@ -195,6 +202,13 @@ class Conversion:
         sample = data.batch(0, count, self.recipe.seed) if count else None
         return build_student(model, plan, calibration=sample)
 
+    def _compare_layers(self, moment: str, student: PreTrainedModel, teacher: PreTrainedModel) -> None:
+        """Keep every layer's distance from the teacher's attention; several processes may hold shards of the model."""
+        if processes.count() == 1:
+            ids = self.data.heldout.blocks[:_COMPARED]
+            with self.work.timed("measure"):
+                self.work.once(f"layer_errors.{moment}", lambda: layer_errors(Reference(student, teacher), ids))
+
     def _control(self, model: PreTrainedModel) -> Control | None:
         """The window alone, given the same stages on the same tokens."""
         recipe = self.recipe
@@ -246,21 +260,22 @@ class Conversion:
     def _finish(self, summary: Summary, trained: Trained) -> None:
         record = summary.model_dump(mode="json")
         file = self.work.student / RECORD
-        merged = {**json.loads(file.read_text()), "summary": record, "losses": self._losses()}
+        merged = {**json.loads(file.read_text()), "teacher": self.teacher.name, "summary": record}
+        merged |= {"losses": self._kept("losses."), "layer_errors": self._kept("layer_errors.")}
         merged["manifest"] = trained.manifest
         file.write_text(json.dumps(merged, indent=1))
         if (curves := self.work.folder / CURVES).is_file():
             shutil.copyfile(curves, self.work.student / CURVES)
         if (events := self.work.folder / EVENTS).is_dir():
             shutil.copytree(events, self.work.student / EVENTS, dirs_exist_ok=True)
-        card = {**record, "teacher": self.teacher.name}
-        (self.work.student / "README.md").write_text(render_card(card))
+        write_report(self.work.student)
         if summary.gate["passed"]:
             self.work.finish()
 
-    def _losses(self) -> dict[str, list[float]]:
+    def _kept(self, prefix: str) -> dict[str, list[Any]]:
+        """Results of the run whose names begin with `prefix`, without it."""
         results = self.work.results
-        return {key.removeprefix("losses."): value for key, value in results.items() if key.startswith("losses.")}
+        return {key.removeprefix(prefix): value for key, value in results.items() if key.startswith(prefix)}
 
 
 def _check_stages(recipe: Recipe, config: Any, plan: Plan) -> None:

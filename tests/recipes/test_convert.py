@@ -77,6 +77,11 @@ def test_a_conversion_tells_everything_it_promises(teacher: Path, tmp_path: Path
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (student / file).read_bytes() == (teacher / file).read_bytes()
     assert "linearize" in (student / "README.md").read_text()
+    errors = json.loads((student / "linearize.json").read_text())["layer_errors"]
+    assert set(errors) == {"surgery", "student"} and errors["student"][1] is None and len(errors["student"]) == 4
+    page = (student / "report.html").read_bytes()
+    assert b'id="figure-layer-errors"' in page and run("report", "student", cwd=tmp_path)[0] == 0
+    assert (student / "report.html").read_bytes() == page
     kept = {
         n: t for n, t in load_file(teacher / "model.safetensors").items() if ".1." in n or "mlp" in n or "embed" in n
     }
