@@ -119,6 +119,8 @@ def new_cache(config: PreTrainedConfig, recurrent: set[int], static_length: int 
         static_length: preallocate the attention layers for so many tokens; None grows them.
     """
     layer_types, layer_kwargs = get_layer_types_and_kwargs(config)
+    if isinstance(layer_kwargs, dict):  # transformers before 5.20: the same for all layers
+        layer_kwargs = [layer_kwargs] * len(layer_types)
     kinds = DYNAMIC_LAYER_TYPE_MAPPING if static_length is None else STATIC_LAYER_TYPE_MAPPING
     extra = {} if static_length is None else {"max_cache_len": static_length}
     return MixerCache(
