@@ -43,7 +43,9 @@ def rat_window_attention_chunked(
     dtype = compute_dtype(q_BTHK, k_BSGK, v_BSGK, keys_BNGK, values_BNGK, offset_H)
     if q_BTHK.numel() == 0:
         return q_BTHK.to(v_BSGK.dtype, copy=True)  # empty, but a part of q's graph
-    seen = places(T, S, window, chunk_size, origin_B, reach, q_BTHK.device)
+    # On the meta device there are no numbers to cut blocks by, but places follow from shapes alone.
+    device = torch.device("cpu") if q_BTHK.is_meta and origin_B is None else q_BTHK.device
+    seen = places(T, S, window, chunk_size, origin_B, reach, device)
     q = q_BTHK.to(dtype).view(B, T, G, H // G, K).permute(0, 2, 3, 1, 4)
     pairs = (x.to(dtype).transpose(1, 2).contiguous() for x in (k_BSGK, v_BSGK, keys_BNGK, values_BNGK))
     options = _Options(seen, K**-0.5 if scale is None else scale, softcap)
@@ -69,7 +71,7 @@ class _Block:
     far_hidden: Tensor
 
 
-def _blocks(seen: Places) -> Iterator[_Block]:
+def _blocks(seen: Places, target: torch.device) -> Iterator[_Block]:
     T, device = seen.first.shape[1], seen.first.device
     size = max(MIN_BLOCK, min(MAX_BLOCK, 1 << (seen.width - 1).bit_length()))
     starts = torch.arange(0, T, size, device=device)
@@ -87,7 +89,7 @@ def _blocks(seen: Places) -> Iterator[_Block]:
         partly = min(max(all_see[i], far.start), far.stop) if same_low[i] else far.start
         n = torch.arange(partly, far.stop, device=device)
         far_hidden = (n >= seen.high[:, rows, None]) | (n < seen.low[:, rows, None])
-        yield _Block(rows, near, far, near_hidden, far_hidden)
+        yield _Block(rows, near, far, near_hidden.to(target), far_hidden.to(target))
 
 
 class _Blocks(torch.autograd.Function):
@@ -98,7 +100,7 @@ class _Blocks(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, offset: Tensor, options: _Options
     ) -> Tensor:
         o, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:-1])
-        for block in _blocks(options.places):
+        for block in _blocks(options.places, q.device):
             q_BGXK, shape = _rows(q, block)
             near, _ = _logits(q_BGXK, k[:, :, block.near], shape, block.near_hidden, options)
             far, _ = _logits(q_BGXK, keys[:, :, block.far], shape, block.far_hidden, options, offset)
@@ -123,7 +125,7 @@ class _Blocks(torch.autograd.Function):
         gradients = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in pairs]
         delta = (do * o).sum(-1, keepdim=True)
         lse = lse.masked_fill(lse == float("-inf"), 0)[..., None]  # no key is seen
-        for block in _blocks(options.places):
+        for block in _blocks(options.places, q.device):
             q_BGXK, shape = _rows(q, block)
             do_BGXK, _ = _rows(do, block)
             dq_BGXK = torch.zeros_like(q_BGXK)

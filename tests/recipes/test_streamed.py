@@ -95,20 +95,22 @@ print(json.dumps({"passed": summary.gate["passed"], "kl": summary.kl, "limit": l
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="a limit on memory needs Linux")
 def test_a_model_larger_than_memory_converts(tmp_path: Path) -> None:
-    """Weights of 790 MB; the process may allocate 560 MB beyond what its libraries hold."""
+    """Weights of 790 MB; the process may allocate 400 MB beyond what its libraries hold."""
     teacher = _teacher(
         tmp_path / "teacher", num_hidden_layers=40, hidden_size=640, intermediate_size=2048, num_attention_heads=10
     )
     weights = (teacher / "model.safetensors").stat().st_size
-    allowed = 560 * 2**20
-    assert weights > 1.3 * allowed
+    allowed = 400 * 2**20
+    assert weights > 1.8 * allowed
     limited = {}
+    # Untouched holes in the heap are no memory, but this limit counts them: large blocks get mappings of their own.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
     for name, stream in (("streamed", True), ("whole", False)):
         recipe = _recipe(teacher, stages=[{**STAGE, "tokens": 128, "batch_size": 1, "stream": stream}], control=False)
         (tmp_path / f"{name}.yaml").write_text(json.dumps(recipe.model_dump(mode="json")))
         limited[name] = subprocess.run(
             [sys.executable, "-c", _LIMITED, str(tmp_path / f"{name}.yaml"), str(tmp_path / name), str(allowed)],
-            capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, env=environment,
         )  # fmt: skip
     assert limited["streamed"].returncode == 0, limited["streamed"].stderr[-2000:]
     assert json.loads(limited["streamed"].stdout.splitlines()[-1])["passed"]
