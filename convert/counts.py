@@ -59,20 +59,21 @@ def count(model: PreTrainedModel | PreTrainedConfig, plan: Plan | None = None, c
     Raises:
         ConversionError: the plan does not fit, or the model is no decoder that converts.
     """
+    counted: Any = model
     if isinstance(model, PreTrainedConfig) or plan is not None:
         with torch.device("meta"):
             config = model if isinstance(model, PreTrainedConfig) else model.config
-            model = AutoModelForCausalLM.from_config(config)
-            model = model if plan is None else build_student(model, plan)
-    state, kv = cache_bytes(model, context)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+            counted = AutoModelForCausalLM.from_config(config)
+            counted = counted if plan is None else build_student(counted, plan)
+    state, kv = cache_bytes(counted, context)
+    embedding, head = counted.get_input_embeddings().weight, counted.get_output_embeddings().weight
     ends = {id(p): p for p in (embedding, head)}
     return Counts(
         context=context,
-        parameters=sum(p.numel() for p in model.parameters()),
-        new_parameters=sum(p.numel() for p in new_parameters(model).values()),
+        parameters=sum(p.numel() for p in counted.parameters()),
+        new_parameters=sum(p.numel() for p in new_parameters(counted).values()),
         embedding_parameters=sum(p.numel() for p in ends.values()),
-        flops_per_token=_body_flops(model, context) + 2 * head.numel(),
+        flops_per_token=_body_flops(counted, context) + 2 * head.numel(),
         state_bytes=state,
         kv_bytes=kv,
     )

@@ -182,7 +182,7 @@ def student_config_class(base: Any) -> Any:
 
 
 def _student_model_class(base: Any, config_class: Any) -> Any:
-    kinds = [*MIXERS.values(), *CHANNEL_MIXERS.values()]
+    kinds: list[Any] = [*MIXERS.values(), *CHANNEL_MIXERS.values()]
     float32 = sorted({module for kind in kinds for module in kind.float32_modules})
     strict = list(getattr(base, "_keep_in_fp32_modules_strict", None) or [])
     attributes = {

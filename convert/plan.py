@@ -187,7 +187,8 @@ def _with_option(layers: tuple[LayerPlan, ...], key: str, value: Any, part: str,
             continue
         kinds[kind[0]] = ", ".join(kind[1].model_fields) or "none"
         if name in kind[1].model_fields and owner in ("", kind[0]):
-            changed[i] = dataclasses.replace(layer, **{field: {**getattr(layer, field), name: value}})
+            merged: dict[str, Any] = {field: {**getattr(layer, field), name: value}}
+            changed[i] = dataclasses.replace(layer, **merged)
             found = True
     if not found:
         known = (

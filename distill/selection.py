@@ -22,6 +22,8 @@ from linearize.convert.surgery import student_mixers
 from linearize.distill.progress import meter
 
 Route = Callable[..., tuple[torch.Tensor, None]]
+Unit = tuple[Mixer, tuple[int, ...] | None]
+"""A mixer, and the heads of it that are replaced; None for all."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,13 @@ def rank_layers(student: PreTrainedModel, input_ids: torch.Tensor, batch_size: i
         student: after surgery (calibrated, or the ranking is that of bad starts).
         input_ids: `[N, T]`.
     """
-    units = [(mixer, None) for mixer in student_mixers(student)]
+    units: list[Unit] = [(mixer, None) for mixer in student_mixers(student)]
     return _rank(student, input_ids, units, batch_size)
 
 
 def rank_heads(student: PreTrainedModel, input_ids: torch.Tensor, batch_size: int = 4) -> list[Replacement]:
     """The marginal KL of every group of query heads that share a kv head: what a cache keeps or drops together."""
-    units = [
+    units: list[Unit] = [
         (mixer, tuple(range(group * mixer.spec.group, (group + 1) * mixer.spec.group)))
         for mixer in student_mixers(student)
         for group in range(mixer.spec.num_kv_heads)
@@ -64,7 +66,7 @@ def rank_heads(student: PreTrainedModel, input_ids: torch.Tensor, batch_size: in
 def _rank(
     student: PreTrainedModel,
     input_ids: torch.Tensor,
-    units: list[tuple[Mixer, tuple[int, ...] | None]],
+    units: list[Unit],
     batch_size: int,
 ) -> list[Replacement]:
     if not units:

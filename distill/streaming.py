@@ -174,7 +174,7 @@ def score_streamed(teacher: LayerStream, student: LayerStream, data: TokenBlocks
     for states in hidden:
         states.file.unlink()
     tokens = data.blocks[:, 1:].numel()
-    return LanguageScore(*(sums / tokens).tolist(), tokens)
+    return LanguageScore.of(sums / tokens, tokens)
 
 
 def _check(settings: Transfer) -> None:
@@ -233,7 +233,7 @@ class _Streamed:
                 for i in range(len(self.ids)):
                     objective.teach(torch.tensor([i]), calls[1])
             merge_adapters(block)
-            tensors = {prefix + n: p for n, p in block.named_parameters() if n in new or before.get(n) != id(p)}
+            tensors = {prefix + n: p.detach() for n, p in block.named_parameters() if n in new or before.get(n) != id(p)}
             _save(tensors, self.result(index))
             self.teacher.model.__dict__.pop("peft_config", None)  # else the next layer's adapters come with a warning
         return log

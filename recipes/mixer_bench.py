@@ -114,7 +114,8 @@ def _row(
 
 def _measured(name: str, attention_error: float, summary: Summary) -> MixerRow:
     p = summary.perplexity
-    student = AutoModelForCausalLM.from_pretrained(summary.out, dtype="auto").to(summary.device).eval()
+    student: Any = AutoModelForCausalLM.from_pretrained(summary.out, dtype="auto").eval()
+    student.to(summary.device)
     score = measure_speed({name: student}, (SPEED_CONTEXT,), SPEED_TOKENS)
     del student
     if torch.cuda.is_available():
@@ -123,7 +124,7 @@ def _measured(name: str, attention_error: float, summary: Summary) -> MixerRow:
     return MixerRow(
         mixer=name,
         attention_error=attention_error,
-        surgery=p.surgery / p.teacher,
+        surgery=None if p.surgery is None else p.surgery / p.teacher,
         transfer=None if p.transfer is None else p.transfer / p.teacher,
         student=p.student / p.teacher,
         kl=summary.kl,

@@ -88,7 +88,7 @@ class Summary(BaseModel):
     def to_text(self) -> str:
         """The page a person reads at the end."""
         p = self.perplexity
-        rows = [("teacher", p.teacher), ("after surgery", p.surgery)]
+        rows: list[tuple[str, float | None]] = [("teacher", p.teacher), ("after surgery", p.surgery)]
         rows += [(f"after {stage.name}", stage.perplexity) for stage in self.stages[:-1] if stage.perplexity]
         rows.append(("student", p.student))
         if self.control is not None:
@@ -97,7 +97,7 @@ class Summary(BaseModel):
             f"{self.teacher} -> {self.to}",
             "",
             f"perplexity on {self.heldout_tokens:,} held-out tokens of {self.data}, {self.context} at a time",
-            *(f"  {name:24s}{value:9.3f}   {value / p.teacher:6.3f} x" for name, value in rows),
+            *(f"  {name:24s}{value:9.3f}   {value / p.teacher:6.3f} x" for name, value in rows if value is not None),
             "",
             f"KL from the teacher      {self.kl:9.4f} nats per token",
             f"same first choice        {self.top1_agreement:9.1%}",

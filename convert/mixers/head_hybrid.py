@@ -58,6 +58,8 @@ class _HeadProjection(nn.Module):
         self.which = which
         self.heads = heads
 
+    owner: HeadHybrid
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return take_heads(self.owner.project(hidden_states)[self.which], self.heads).flatten(2)
 

@@ -45,6 +45,12 @@ class LanguageScore:
     tokens: int
     bytes: int | None = None
 
+    @classmethod
+    def of(cls, means: torch.Tensor, tokens: int, size: int | None = None) -> LanguageScore:
+        """From the five means in the order of `language_sums`."""
+        loss, teacher_loss, kl, first, fifth = means.tolist()
+        return cls(loss, teacher_loss, kl, first, fifth, tokens, size)
+
     @property
     def perplexity(self) -> float:
         return perplexity(self.loss)
@@ -100,7 +106,7 @@ def score_language(
     student.train(training)
     tokens = data.blocks[:, 1:].numel()
     size = None if tokenizer is None else text_bytes(data.blocks[:, 1:], tokenizer)
-    return LanguageScore(*(sums / tokens).tolist(), tokens, size)
+    return LanguageScore.of(sums / tokens, tokens, size)
 
 
 def text_bytes(ids: torch.Tensor, tokenizer: Any) -> int:

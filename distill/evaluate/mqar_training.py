@@ -133,7 +133,8 @@ def train_on_mqar(to: str, task: Task, training: Training, device: str = "cpu") 
 
 def _train_once(to: str, task: Task, training: Training, rate: float, device: str) -> Outcome:
     began = time.perf_counter()
-    model = small_model(to, task, training).to(device)
+    model: Any = small_model(to, task, training)
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=training.weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_cosine(training.steps))
     generator = torch.Generator(device)

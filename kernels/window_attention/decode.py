@@ -125,7 +125,7 @@ def window_cache(
         keys [B, slots, Hk, K], values [B, slots, Hv, V] in k's and v's dtype, zeros in free slots, and position [B].
     """
     B, S = k.shape[:2]
-    if key_mask is None and sinks == 0 and S >= slots:  # token p stands in slot p mod `slots`
+    if key_mask is None and sinks == 0 and slots <= S:  # token p stands in slot p mod `slots`
         keys, values = (x[:, S - slots :].roll(S % slots, 1) for x in (k, v))
         return keys, values, torch.full((B,), S, device=k.device)
     slot = torch.arange(slots, device=k.device)

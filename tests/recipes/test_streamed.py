@@ -47,6 +47,7 @@ def test_a_streamed_conversion_is_a_student_like_any_other(tmp_path: Path) -> No
     summary = run(_recipe(teacher, keep_softmax="2"), tmp_path / "student")
     assert summary.gate["passed"] and summary.perplexity.surgery is None
     assert summary.tokens == {"transfer": 512} and len(summary.stages) == 1
+    assert "after surgery" not in summary.to_text() and "not generated" in summary.to_text()
     done = subprocess.run(
         [sys.executable, "-m", "linearize.recipes.cli", "verify", str(tmp_path / "student")], capture_output=True
     )
