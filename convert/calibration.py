@@ -108,11 +108,3 @@ def attention_logits(mixer: Mixer, sample: CalibrationSample) -> torch.Tensor:
     if mixer.spec.sliding_window is not None:
         hidden |= distance >= mixer.spec.sliding_window
     return logits.masked_fill(hidden, -torch.inf)
-
-
-def mean_lookback(logits: torch.Tensor) -> torch.Tensor:
-    """Mean distance in tokens that each head looks back, `[H]`, from logits `[B, H, T, T]`."""
-    tokens = logits.shape[-1]
-    distance = torch.arange(tokens, device=logits.device)[:, None] - torch.arange(tokens, device=logits.device)
-    later = slice(tokens // 2, None)  # early queries cannot look far
-    return (logits.softmax(-1) * distance.clamp_min(0))[:, :, later].sum(-1).mean((0, 2))

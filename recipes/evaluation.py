@@ -7,13 +7,13 @@ import platform
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM
 
 from linearize.convert.checkpoint import load_teacher, load_tokenizer
 from linearize.convert.errors import ConversionError
 from linearize.convert.export import RECORD
 from linearize.distill.data import tokenize
+from linearize.distill.device import choose_device
 from linearize.distill.evaluate.suite import QUESTIONS, Evaluation, Settings, Subject, evaluate
 from linearize.distill.progress import say
 from linearize.distill.reading import Source, read_corpus
@@ -51,7 +51,7 @@ def evaluate_directory(
         source = resolve_teacher(name, revision)
     except ConversionError as error:
         raise ConversionError(f"the teacher cannot be found: {error}; give it with --teacher") from None
-    chosen = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = choose_device(device)
     tokenizer = load_tokenizer(folder)
     student: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     student = student.to(chosen).eval()

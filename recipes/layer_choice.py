@@ -12,6 +12,7 @@ from linearize.convert.checkpoint import check_source, load_teacher, load_tokeni
 from linearize.convert.errors import ConversionError
 from linearize.convert.plan import Plan, make_plan
 from linearize.convert.surgery import build_student
+from linearize.distill.device import choose_device
 from linearize.distill.selection import Replacement, keep_costliest, rank_heads, rank_layers
 from linearize.recipes.corpus import training_sample
 from linearize.recipes.teachers import resolve_teacher
@@ -76,7 +77,7 @@ def choose_layers(
     plan = make_plan(config.num_hidden_layers, to, **(options or {}))
     longest = getattr(config, "max_position_embeddings", None) or context
     ids = training_sample(data, load_tokenizer(source.folder), tokens, context, longest, seed)
-    where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    where = choose_device(device)
     torch.manual_seed(seed)
     student = build_student(load_teacher(source.folder, device=where), plan, calibration=ids[: max(1, 4096 // context)])
     ranked = (rank_heads if heads else rank_layers)(student, ids)

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from linearize.convert.mixers import MIXERS
 from linearize.convert.plan import make_plan
+from linearize.distill.device import choose_device
 from linearize.distill.evaluate.mqar import Task
 from linearize.distill.evaluate.mqar_training import Outcome, Training, train_on_mqar
 
@@ -28,8 +27,7 @@ def bench_mqar(
     Raises:
         ConversionError: a mixer does not exist; said before any is trained.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device(device)
     names = list(mixers) or sorted(MIXERS)
     for name in names:
         make_plan(training.layers, name)

@@ -22,6 +22,7 @@ from linearize.convert.surgery import build_student, new_parameters
 from linearize.convert.verify import GateReport, verify_in_fresh_process
 from linearize.distill import processes
 from linearize.distill.adapters import checkpoint_name, merge_adapters
+from linearize.distill.device import choose_device
 from linearize.distill.evaluate.language import LanguageScore
 from linearize.distill.layer_errors import layer_errors
 from linearize.distill.loss_log import CURVES, EVENTS, check_trackers
@@ -118,7 +119,7 @@ class Conversion:
         self.recipe, self.teacher, self.plan, self.work, self.command = recipe, teacher, plan, work, command
         self.longest = getattr(config, "max_position_embeddings", None) or 1024
         self.stages = stages_of(recipe)
-        self.device = recipe.device if recipe.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = choose_device(recipe.device)
         on_cpu = torch.device(self.device).type == "cpu"
         name = recipe.dtype if recipe.dtype != "auto" else "float32" if on_cpu else "bfloat16"
         self.dtype: torch.dtype = getattr(torch, name)

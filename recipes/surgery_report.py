@@ -9,6 +9,7 @@ from linearize.convert.plan import Plan
 from linearize.convert.surgery import build_student
 from linearize.convert.surgery_error import SurgeryError, surgery_error
 from linearize.distill.data import TokenBlocks, tokenize
+from linearize.distill.device import choose_device
 from linearize.recipes.corpus import open_corpus
 from linearize.recipes.teachers import Teacher
 
@@ -29,8 +30,7 @@ def measure_surgery(
     Raises:
         ConversionError: the teacher has no tokenizer, or the text is too short.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device(device)
     tokenizer = load_tokenizer(teacher.folder)
     model = load_teacher(teacher.folder, torch.float32 if torch.device(device).type == "cpu" else "auto", device)
     length = min(CONTEXT, getattr(model.config, "max_position_embeddings", None) or CONTEXT)

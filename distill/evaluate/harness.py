@@ -17,11 +17,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from transformers import PreTrainedModel
 
 from linearize.convert.errors import ConversionError
+from linearize.distill.device import choose_device
 from linearize.distill.evaluate.recovery import TaskScore
 
 DEFINITIONS = Path(__file__).parent / "tasks"
@@ -100,7 +100,7 @@ def evaluate_model(
     with _quiet():
         specs: list[Any] = list(tasks) if data is None else [local_task(name, data) for name in tasks]
         try:
-            device = "cuda" if torch.cuda.is_available() else "cpu"  # of a directory; an object stays where it is
+            device = choose_device()  # of a directory; an object stays where it is
             wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=device)
             return simple_evaluate(
                 wrapped, tasks=specs, limit=limit, bootstrap_iters=1000, random_seed=seed, numpy_random_seed=seed,

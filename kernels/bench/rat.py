@@ -62,7 +62,7 @@ class Layer(nn.Module):
         return self.outward(self.inner(self.inward(h), tables, cache))
 
     def inner(self, y: Tensor, tables: Tables, cache: RatCache | None) -> Tensor:
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must implement inner()")
 
 
 class RatLayer(Layer):
