@@ -88,9 +88,11 @@ def test_two_processes_write_one_student_and_it_is_that_of_one(placement: str, t
         torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=1e-4, msg=name)
 
 
+# Each process writes a file of its own: lines of two processes on one pipe may interleave.
 SAY = (
-    "import json, os; from linearize.distill import processes; processes.start(); "
-    "print(json.dumps([processes.rank(), processes.count(), dict(os.environ)]), flush=True); processes.stop()"
+    "import json, os, pathlib, sys; from linearize.distill import processes; processes.start(); "
+    "said = json.dumps([processes.rank(), processes.count(), dict(os.environ)]); "
+    "pathlib.Path(sys.argv[1], f'{processes.rank()}.json').write_text(said); processes.stop()"
 )
 
 
@@ -109,11 +111,14 @@ def test_a_shipped_configuration_starts_two_processes_that_know_what_to_do(name:
     ]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--main_process_port", "0", str(script)], env=environment, capture_output=True, text=True
+        [*command, "--main_process_port", "0", str(script), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert sorted(rank for rank, _, _ in said) == [0, 1] and all(count == 2 for _, count, _ in said)
+    said = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    assert [rank for rank, _, _ in said] == [0, 1] and all(count == 2 for _, count, _ in said)
     for _, _, found in said:
         for key, value in PLACEMENTS.get(name, {}).items():
             assert found[key] == value
