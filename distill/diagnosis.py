@@ -26,7 +26,8 @@ def first_nonfinite(module: nn.Module, run: Callable[[], Any]) -> str | None:
 
     handles = [child.register_forward_hook(hook(name)) for name, child in module.named_modules() if name]
     try:
-        with torch.no_grad():
+        # A compiled part does not see hooks that came later.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             run()
     finally:
         for handle in handles:

@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from linearize.convert.attention_spec import find_layers
 from linearize.convert.errors import ConversionError
 from linearize.distill import processes
+from linearize.distill.compiled import compiled
 from linearize.distill.data import TokenBlocks
 from linearize.distill.diagnosis import first_nonfinite
 from linearize.distill.fused_norms import fused_norms
@@ -53,7 +53,7 @@ class LoopConfig:
         save_every: steps between saved states; 0 for about ten in all.
         accumulation: forward passes that a process makes of its part of a batch, to need less memory.
         gradient_checkpointing: make blocks' activations again in the backward pass, not keep them.
-        compile: run the student's blocks through torch.compile.
+        compile: run the student's mixers and MLPs through torch.compile.
         report_to: trackers beside the CSV file.
     """
 
@@ -107,7 +107,8 @@ def train(
     with _checkpointed(objective, config.gradient_checkpointing):
         placement = place(objective, groups, part, config.clip)
         try:
-            with _compiled(placement.objective, config.compile), fused_norms(placement.objective):
+            student = _student(placement.objective)
+            with compiled(student, config.compile), fused_norms(placement.objective):
                 placement.load_moments(moments)
                 _Loop(name, placement, data, config, state_file, log).run()
         finally:
@@ -262,20 +263,6 @@ def _checkpointed(objective: nn.Module, wanted: bool) -> Iterator[None]:
     finally:
         if student is not None:
             student._set_gradient_checkpointing(enable=False)
-
-
-@contextmanager
-def _compiled(objective: nn.Module, wanted: bool) -> Iterator[None]:
-    """Context: the student's blocks run through torch.compile."""
-    student = _student(objective) if wanted else None
-    blocks = [] if student is None else list(find_layers(student, student.config)[0])
-    for block in blocks:
-        block.compile()
-    try:
-        yield
-    finally:
-        for block in blocks:
-            block._compiled_call_impl = None  # what compile() set
 
 
 def _student(objective: nn.Module) -> PreTrainedModel | None:

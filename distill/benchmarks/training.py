@@ -23,6 +23,7 @@ from linearize.distill.benchmarks import flops
 from linearize.distill.benchmarks.flops import Flops
 from linearize.distill.benchmarks.kernels import KernelTimes, kernel_times
 from linearize.distill.benchmarks.shapes import SHAPES, random_teacher
+from linearize.distill.compiled import compiled
 from linearize.distill.data import TokenBlocks
 from linearize.distill.fused_norms import fused_norms
 from linearize.distill.memory import peak_memory
@@ -44,6 +45,7 @@ class Settings:
         context: tokens per sequence.
         rows: which of `ROWS`; empty for all.
         steps: timed ones, after `warmup` others.
+        compile: whether mixers and MLPs run through torch.compile.
         profile: whether one more step is profiled (on a GPU).
         parts: whether single parts of a layer are timed (on a GPU).
     """
@@ -58,6 +60,7 @@ class Settings:
     rows: tuple[str, ...] = ()
     steps: int = 8
     warmup: int = 3
+    compile: bool = False
     profile: bool = True
     parts: bool = True
 
@@ -229,7 +232,7 @@ def bench_training(settings: Settings, say: Callable[[str], Any] = lambda _: Non
     )
     with tempfile.TemporaryDirectory() as folder:
         for name in settings.rows or ROWS:
-            with fused_norms(bench.student):
+            with compiled(bench.student, settings.compile), fused_norms(bench.student):
                 row = _measure(bench, name, rate, Path(folder))
             report.rows.append(row)
             say(f"{name}: {row.problem or f'{row.ms:.1f} ms, {100 * row.mfu:.1f}% of the matrix rate'}")

@@ -211,9 +211,8 @@ def _join(sums: Tensor, h: int) -> tuple[Tensor, Tensor]:
 
 def _between_halves(A_MCC: Tensor, h: int) -> Tensor:
     """The [M, C/2h, h, h] scores between right-half queries and left-half keys of each block of 2h."""
-    M, C, _ = A_MCC.shape
-    s0, s1, s2 = A_MCC.stride()
-    return A_MCC.as_strided((M, C // (2 * h), h, h), (s0, 2 * h * (s1 + s2), s1, s2), A_MCC.storage_offset() + h * s1)
+    blocks = A_MCC.unflatten(1, (-1, 2, h)).unflatten(4, (-1, 2, h))
+    return blocks[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:

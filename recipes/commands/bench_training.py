@@ -22,6 +22,7 @@ def bench_training(
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes a GPU when there is one")] = "auto",
     rows: Annotated[str | None, typer.Option(help="steps to measure, divided by commas; default all")] = None,
     steps: Annotated[int, typer.Option(min=1, help="timed steps of each")] = 8,
+    compile: Annotated[bool, typer.Option("--compile", help="run mixers and MLPs through torch.compile")] = False,
     profile: Annotated[bool, typer.Option(help="profile one step of each, and time parts of a layer")] = True,
     out: Annotated[Path | None, typer.Option(help="where to store everything, as JSON")] = None,
     as_json: JsonFlag = False,
@@ -46,6 +47,7 @@ def bench_training(
         device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
         rows=tuple(name.strip() for name in rows.split(",")) if rows else (),
         steps=steps,
+        compile=compile,
         profile=profile,
         parts=profile,
     )

@@ -56,22 +56,23 @@ def test_gradient_checkpointing_makes_activations_again_and_is_off_afterwards(tm
     assert counts == {False: 2, True: 3}  # the teacher's pass, the student's, and the student's again
 
 
-def test_compiled_blocks_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
+@pytest.mark.parametrize("kind", ["lora", "transfer"])
+def test_compiled_mixers_and_mlps_learn_the_same(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
 
-    def compile_eagerly(self: torch.nn.Module) -> None:
-        compiled.append(self)
-        self._compiled_call_impl = torch.compile(self._call_impl, backend="eager")
+    def compile_eagerly(function: Any, compile: Any = torch.compile) -> Any:
+        compiled.append(function.__name__)
+        return compile(function, backend="eager", fullgraph=True)
 
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_eagerly)
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
     losses = []
     for name, wanted in (("plain", False), ("compiled", True)):
-        work = bench({"kind": "lora", "rank": 4}, tmp_path, "llama", num_hidden_layers=1)
-        config = LoopConfig(2, 2, 0, compile=wanted)
-        log = train("lora", work.part.objective, work.part.groups, DATA, config, tmp_path / f"{name}.safetensors")
+        work = bench({"kind": kind, "rank": 4}, tmp_path, "llama", num_hidden_layers=1)
+        config = LoopConfig(3, 2, 0, compile=wanted)
+        log = train(kind, work.part.objective, work.part.groups, DATA, config, tmp_path / f"{name}.safetensors")
         losses.append(log.losses)
-        assert all(block._compiled_call_impl is None for block in work.student.model.layers)
-    assert len(compiled) == 1 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+        assert not any({"mix", "forward"} & set(vars(module)) for module in work.student.modules())
+    assert compiled == ["mix", "forward"] and losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_loss_that_is_not_finite_names_step_and_layer_and_keeps_the_batch(tmp_path: Path) -> None:
