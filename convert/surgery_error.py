@@ -26,6 +26,7 @@ class SurgeryError:
         kl: KL(teacher ‖ student), nats per token.
         loss, teacher_loss: cross-entropy with the text, nats per token.
         tokens: how many were read.
+        residuals: converted layer -> `Mixer.residual`, of those that have one.
     """
 
     layers: dict[int, float]
@@ -34,6 +35,7 @@ class SurgeryError:
     loss: float
     teacher_loss: float
     tokens: int
+    residuals: dict[int, float]
 
     @property
     def attention(self) -> float:
@@ -79,6 +81,7 @@ def surgery_error(student: nn.Module, input_ids: torch.Tensor, batch_size: int =
         loss=loss / predicted,
         teacher_loss=teacher_loss / predicted,
         tokens=input_ids.numel(),
+        residuals={m.layer_idx: m.residual for m in student_mixers(student) if m.residual is not None},
     )
 
 

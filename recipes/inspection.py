@@ -66,9 +66,14 @@ class Inspection:
         if self.surgery is None:
             return []
         s = self.surgery
+
+        def lost(layer: int) -> str:
+            share = s["residuals"].get(layer)
+            return "" if share is None else f"; its form cannot hold {share:.1%} of the logits' variance"
+
         return [
             f"right after surgery, on {s['tokens']:,} held-out tokens, untrained",
-            *(f"  layer {i:3d}  attention output off by {error:8.2%}" for i, error in s["layers"].items()),
+            *(f"  layer {i:3d}  attention output off by {e:8.2%}{lost(i)}" for i, e in s["layers"].items()),
             f"  logits     off by {s['logits']:.2%}; KL {s['kl']:.4f} nats per token; "
             f"perplexity {s['perplexity_ratio']:.3f} x the teacher's",
         ]

@@ -56,6 +56,9 @@ class Mixer(nn.Module):
     """Submodules that stay in float32 whatever the model's dtype."""
     use: Literal["both", "window", "recurrence"] = "both"
     """Which branch of a hybrid with a window speaks, each with all the weight; other than "both" only to measure."""
+    residual: float | None = None
+    """What calibration measured that the mixer's form cannot hold of the attention's logits, as a share of their
+    variance; None where it measured none."""
     separable: ClassVar[bool] = False
     """Whether `mix` follows `use` when `options.window` is not 0."""
 

@@ -57,8 +57,6 @@ class SharedKeyAttention(Mixer):
     Options = SharedKeyOptions
     options: SharedKeyOptions
     float32_modules: ClassVar[tuple[str, ...]] = ("shared_key",)
-    residual: float | None = None
-    """Share of the logits' variance that calibration could not put into one key; None before."""
 
     def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: SharedKeyOptions) -> None:
         super().__init__(spec, attention, layer_idx, options)

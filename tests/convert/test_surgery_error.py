@@ -55,3 +55,9 @@ def test_a_layer_is_measured_at_the_teachers_own_input() -> None:
     both = surgery_error(build_student(random_teacher("llama"), "swa:0-1,keep:2-3", window=3), IDS)
     second = surgery_error(build_student(random_teacher("llama"), "swa:1,keep:0,2-3", window=3), IDS)
     assert both.layers[1] == pytest.approx(second.layers[1], rel=1e-6)
+
+
+def test_it_says_what_a_form_cannot_hold() -> None:
+    student = build_student(random_teacher("llama"), "ska:0-1,swa:2-3", calibration=IDS)
+    residuals = surgery_error(student, IDS).residuals
+    assert list(residuals) == [0, 1] and all(0 < share < 1 for share in residuals.values())

@@ -148,6 +148,15 @@ def test_dry_run_writes_nothing_and_other_commands_answer(teacher: Path, tmp_pat
     assert code == 2 and "layrs" in err and len(err.strip().splitlines()) == 1
 
 
+def test_inspect_says_what_a_form_cannot_hold(teacher: Path) -> None:
+    from linearize.recipes.inspection import inspect_teacher
+
+    text = str(teacher.parent / "text.txt")
+    lines = inspect_teacher(str(teacher), "ska:0,swa:1-3", errors=True, data=text).to_text().splitlines()
+    layers = [line for line in lines if "attention output off by" in line]
+    assert ["its form cannot hold" in line for line in layers] == [True, False, False, False]
+
+
 # ---------------------------------------------------------------------- bad input
 
 
