@@ -104,7 +104,7 @@ def check_cover(num_layers: int, entries: list[PlanEntry], where: str) -> None:
 
 
 def parse_layers(layers: int | str | list[int], num_layers: int, where: str) -> list[int]:
-    """`3`, `[0, 3]` or `"0-3,8"` (both ends included) as indices in rising order.
+    """`3`, `[0, 3]`, `"0-3,8"` (both ends included) or `"all"` as indices in rising order.
 
     Raises:
         ConversionError: it is not understood, or there is no such layer.
@@ -113,6 +113,8 @@ def parse_layers(layers: int | str | list[int], num_layers: int, where: str) -> 
         found = [layers]
     elif isinstance(layers, list):
         found = layers
+    elif layers == "all":
+        found = list(range(num_layers))
     else:
         found = []
         for part in layers.split(","):
@@ -120,7 +122,7 @@ def parse_layers(layers: int | str | list[int], num_layers: int, where: str) -> 
             try:
                 found += range(int(first), int(last or first) + 1)
             except ValueError:
-                raise ConversionError(f"{where}: layers {layers!r} are not understood; write 0-3,8") from None
+                raise ConversionError(f"{where}: layers {layers!r} are not understood; write 0-3,8 or all") from None
     if not found:
         raise ConversionError(f"{where}: layers {layers!r} are none; write them in rising order, such as 0-3,8")
     if outside := [i for i in found if not 0 <= i < num_layers]:

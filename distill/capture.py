@@ -52,7 +52,7 @@ def watch_attention(reference: Reference, input_ids: torch.Tensor) -> dict[int, 
         for mixer in student_mixers(reference.student):
             index = mixer.layer_idx
             attention = mixer.attention if inside else getattr(layers[index], name)
-            _watch(stack, attention, lambda call, index=index: seen.__setitem__(index, call))  # type: ignore[misc]
+            watch(stack, attention, lambda call, index=index: seen.__setitem__(index, call))  # type: ignore[misc]
             projected: list[torch.Tensor] = []
             projection = getattr(attention, mixer.spec.output_name)
             handle = projection.register_forward_pre_hook(lambda _, args, into=projected: into.append(args[0]))
@@ -72,12 +72,14 @@ def watch_blocks(reference: Reference, input_ids: torch.Tensor) -> list[Seen]:
     seen: list[Seen] = []
     with ExitStack() as stack, reference.model() as model:
         for block in find_layers(model, model.config)[0]:
-            _watch(stack, block, seen.append)
+            watch(stack, block, seen.append)
         last_hidden(model, input_ids)
     return seen
 
 
-def _watch(stack: ExitStack, module: nn.Module, found: Callable[[Seen], None]) -> None:
+def watch(stack: ExitStack, module: nn.Module, found: Callable[[Seen], None]) -> None:
+    """Until `stack` closes, give every call of the module to `found`."""
+
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         rest = dict(kwargs)
         hidden_states = args[0] if args else rest.pop("hidden_states")

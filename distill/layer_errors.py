@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 
 import torch
 
+from linearize.convert.layer_stream import LayerStream, run_block
+from linearize.convert.mixers import Mixer
 from linearize.convert.surgery import student_mixers
-from linearize.distill.capture import watch_attention
+from linearize.distill.capture import Seen, watch, watch_attention
 from linearize.distill.progress import meter
 from linearize.distill.reference import Reference
 
@@ -34,12 +37,37 @@ def layer_errors(reference: Reference, ids: torch.Tensor, name: str = "layer err
         for i, row in enumerate(ids):
             seen = watch_attention(reference, row[None].to(student.device))
             for mixer in mixers:
-                call = seen[mixer.layer_idx]
-                heads, _ = mixer.mix(call.hidden_states, call.rope, None, None, call.cu_seqlens)
-                mine, target = mixer.output(heads.to(call.hidden_states.dtype)).double(), call.output.double()
-                pair = torch.stack([(mine - target).square().sum(), target.square().sum()])
-                sums[mixer.layer_idx] += pair.cpu()
+                sums[mixer.layer_idx] += _squares(mixer, seen[mixer.layer_idx])
             progress.update(i + 1, row.numel())
     student.train(training)
+    return _relative(sums, student.config.num_hidden_layers)
+
+
+@torch.no_grad()
+def layer_errors_streamed(teacher: LayerStream, student: LayerStream, ids: torch.Tensor) -> list[float | None]:
+    """`layer_errors` with one block of each model in memory, and the hidden states of `ids` `[N, T]`."""
+    with teacher.surroundings():
+        hidden, calls = zip(*(teacher.call(row[None]) for row in ids), strict=True)
+    states, sums = list(hidden), {}
+    with meter("layer errors", len(calls[0])) as progress:
+        for index, call in enumerate(calls[0]):  # which hold for every sequence of this length
+            with teacher.block(index) as block, student.block(index) as made, ExitStack() as stack:
+                seen: list[Seen] = []
+                watch(stack, getattr(block, teacher.attention_name), seen.append)
+                states = [run_block(block, state, call) for state in states]
+                for mixer in student_mixers(made):
+                    sums[index] = torch.stack([_squares(mixer, sequence) for sequence in seen]).sum(0)
+            progress.update(index + 1, ids.numel())
+    return _relative(sums, len(calls[0]))
+
+
+def _squares(mixer: Mixer, seen: Seen) -> torch.Tensor:
+    """Squared error of what the mixer makes of what the attention saw, and the square of what that made; float64 `[2]`."""
+    heads, _ = mixer.mix(seen.hidden_states, seen.rope, None, None, seen.cu_seqlens)
+    mine, target = mixer.output(heads.to(seen.hidden_states.dtype)).double(), seen.output.double()
+    return torch.stack([(mine - target).square().sum(), target.square().sum()]).cpu()
+
+
+def _relative(sums: dict[int, torch.Tensor], layers: int) -> list[float | None]:
     found = {layer: math.sqrt(float(error / size.clamp_min(1e-12))) for layer, (error, size) in sums.items()}
-    return [found.get(layer) for layer in range(student.config.num_hidden_layers)]
+    return [found.get(layer) for layer in range(layers)]

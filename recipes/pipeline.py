@@ -40,7 +40,7 @@ from linearize.recipes.workspace import Workspace
 CONTEXTS = (1024, 32768)
 PROMPT = "def read_config(path):\n"
 _SAMPLE_TOKENS = 48
-_COMPARED = 2
+COMPARED = 2
 """Held-out sequences on which layers are compared with the teacher's."""
 
 _PACKAGES = ("linearize", "torch", "triton", "transformers", "peft", "accelerate", "safetensors")
@@ -204,11 +204,10 @@ class Conversion:
         return build_student(model, plan, calibration=sample)
 
     def _compare_layers(self, moment: str, student: PreTrainedModel, teacher: PreTrainedModel) -> None:
-        """Keep every layer's distance from the teacher's attention; several processes may hold shards of the model."""
-        if processes.count() == 1:
-            ids = self.data.heldout.blocks[:_COMPARED]
-            with self.work.timed("measure"):
-                self.work.once(f"layer_errors.{moment}", lambda: layer_errors(Reference(student, teacher), ids))
+        """Keep every layer's distance from the teacher's attention."""
+        ids = self.data.heldout.blocks[:COMPARED]
+        with self.work.timed("measure"):
+            self.work.once(f"layer_errors.{moment}", lambda: layer_errors(Reference(student, teacher), ids))
 
     def _control(self, model: PreTrainedModel) -> Control | None:
         """The window alone, given the same stages on the same tokens."""

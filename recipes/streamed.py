@@ -19,12 +19,13 @@ from linearize.convert.surgery import build_student, new_parameters
 from linearize.convert.verify import verify_in_fresh_process
 from linearize.distill import processes
 from linearize.distill.evaluate.language import LanguageScore
+from linearize.distill.layer_errors import layer_errors_streamed
 from linearize.distill.memory import peak_memory
 from linearize.distill.progress import say
 from linearize.distill.reference import Reference
 from linearize.distill.stages import Stage, Transfer
 from linearize.distill.streaming import StreamedLayers, score_streamed, stream_transfer
-from linearize.recipes.pipeline import Conversion, Outcome, count_parameters
+from linearize.recipes.pipeline import COMPARED, Conversion, Outcome, count_parameters
 from linearize.recipes.summary import Sample, StageScore
 from linearize.recipes.training import Trained, Training
 
@@ -106,6 +107,8 @@ class StreamedConversion(Conversion):
         with work.timed("measure"):
             made = LayerStream(work.student, self.dtype, self.device)
             score = LanguageScore(**work.once("score.student", lambda: self._score(made)))
+            ids = self.data.heldout.blocks[:COMPARED]
+            work.once("layer_errors.student", lambda: layer_errors_streamed(self.source, made, ids))
         trained.score = score
         for stage in trained.stages:
             stage.perplexity, stage.kl, stage.top1_agreement = score.perplexity, score.kl, score.top1_agreement
@@ -138,6 +141,7 @@ class StreamedConversion(Conversion):
         for stage in trained.stages:
             stage.perplexity, stage.kl, stage.top1_agreement = score.perplexity, score.kl, score.top1_agreement
         training.run([self.stages[0].model_copy(update={"tokens": 0}), *later])
+        self._compare_layers("student", student, model)
         sample = Sample(**work.once("sample", lambda: self._sample(Reference(student, model))))
         parameters = count_parameters(student, new, trained)
         with work.timed("export"):

@@ -21,10 +21,8 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from linearize.convert.attention_spec import AttentionSpec
-from linearize.convert.cache import State
-from linearize.convert.mixers.base import MixerOptions, Rope, register
+from linearize.convert.mixers.base import MixerOptions, register
 from linearize.convert.mixers.softmax import SoftmaxAttention
-from linearize.kernels.window_attention import window_attention
 
 LARGEST_EXPONENT = 5.0
 """e^5 nats more or less settle any softmax."""
@@ -116,30 +114,6 @@ class InnerFunctionAttention(SoftmaxAttention):
         reads = torch.eye(self.spec.group, self.bias_channels, dtype=q.dtype, device=q.device) / self.spec.scaling
         reads = reads.repeat(self.spec.num_kv_heads, 1).expand(*q.shape[:2], -1, -1)
         return torch.cat([q, reads], -1), torch.cat([k, bias.to(k.dtype)], -1), v
-
-    def mix(
-        self,
-        hidden_states: torch.Tensor,
-        rope: Rope | None,
-        padding_mask: torch.Tensor | None,
-        state: State | None,
-        cu_seqlens: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, State]:
-        """Whole sequences only: what stages compare with the teacher's heads."""
-        q, k, v = self.project(hidden_states)
-        q, k, v = self.adapt(hidden_states, *self.rotate(q, k, rope), v)
-        heads = window_attention(
-            q,
-            k,
-            v,
-            window=self.spec.sliding_window or q.shape[1],
-            scale=self.spec.scaling,
-            softcap=self.spec.softcap,
-            key_mask=padding_mask,
-            cu_seqlens=cu_seqlens,
-        )
-        assert isinstance(heads, torch.Tensor)
-        return heads, {}
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:
         kept = context if self.spec.sliding_window is None else min(context, self.spec.sliding_window)

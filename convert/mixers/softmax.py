@@ -9,7 +9,9 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linearize.convert.attention_spec import kv_bytes
+from linearize.convert.cache import State
 from linearize.convert.mixers.base import Mixer, Rope, register
+from linearize.kernels.window_attention import window_attention
 
 
 @register
@@ -50,6 +52,30 @@ class SoftmaxAttention(Mixer):
             **kwargs,
         )
         return self.output(heads), None
+
+    def mix(
+        self,
+        hidden_states: torch.Tensor,
+        rope: Rope | None,
+        padding_mask: torch.Tensor | None,
+        state: State | None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, State]:
+        """Whole sequences only: what stages compare with the teacher's heads."""
+        q, k, v = self.project(hidden_states)
+        q, k, v = self.adapt(hidden_states, *self.rotate(q, k, rope), v)
+        heads = window_attention(
+            q,
+            k,
+            v,
+            window=self.spec.sliding_window or q.shape[1],
+            scale=self.spec.scaling,
+            softcap=self.spec.softcap,
+            key_mask=padding_mask,
+            cu_seqlens=cu_seqlens,
+        )
+        assert isinstance(heads, torch.Tensor)
+        return heads, {}
 
     def adapt(
         self, hidden_states: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -131,9 +131,7 @@ class _UnitLowerInverse(torch.autograd.Function):
 
 def _diagonal_blocks(x_MCC: Tensor, h: int) -> Tensor:
     """The [M, C/h, h, h] blocks on the diagonal."""
-    M, C, _ = x_MCC.shape
-    s0, s1, s2 = x_MCC.stride()
-    return x_MCC.as_strided((M, C // h, h, h), (s0, h * (s1 + s2), s1, s2), x_MCC.storage_offset())
+    return x_MCC.unflatten(1, (-1, h)).unflatten(3, (-1, h)).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
 
 
 class _ErrorScan(torch.autograd.Function):

@@ -145,6 +145,7 @@ def test_configurations_written_before_there_were_channel_mixers_are_read() -> N
 @given(st.sets(st.integers(0, 40), min_size=1).map(sorted))
 def test_layers_are_written_as_they_are_read(layers: list[int]) -> None:
     assert parse_layers(format_layers(layers), 41, "here") == layers
+    assert parse_layers("all", 41, "here") == list(range(41))
 
 
 @torch.no_grad()

@@ -83,6 +83,8 @@ def test_two_processes_write_one_student_and_it_is_that_of_one(placement: str, t
     for stage, losses in one["losses"].items():
         assert two["losses"][stage] == pytest.approx(losses, rel=1e-4)
     assert two["summary"]["kl"] == pytest.approx(one["summary"]["kl"], rel=1e-3)
+    for moment in ("surgery", "student"):
+        assert two["layer_errors"][moment] == pytest.approx(one["layer_errors"][moment], rel=1e-3)
     tensors = load_file(tmp_path / "one" / "model.safetensors")
     for name, tensor in load_file(tmp_path / "two" / "model.safetensors").items():
         torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=1e-4, msg=name)

@@ -48,6 +48,8 @@ def test_a_streamed_conversion_is_a_student_like_any_other(tmp_path: Path) -> No
     assert summary.gate["passed"] and summary.perplexity.surgery is None
     assert summary.tokens == {"transfer": 512} and len(summary.stages) == 1
     assert "after surgery" not in summary.to_text() and "not generated" in summary.to_text()
+    errors = json.loads((tmp_path / "student" / "linearize.json").read_text())["layer_errors"]["student"]
+    assert errors.pop(2) is None and all(0 < error < 1 for error in errors) and len(errors) == 3
     done = subprocess.run(
         [sys.executable, "-m", "linearize.recipes.cli", "verify", str(tmp_path / "student")], capture_output=True
     )
