@@ -7,7 +7,6 @@ that prefill and decoding agree. Pairs are a key and a value side by side, `[...
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -34,7 +33,7 @@ class Grid:
     chunk: int
     window: int
 
-    @cached_property
+    @property
     def position(self) -> torch.Tensor:
         """`[B, T]`."""
         return self.first[:, None] + torch.arange(self.tokens, device=self.first.device)
