@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from linearize.convert.attention_spec import find_layers
-from linearize.convert.mixers.base import Rope
+from linearize.convert.mixers.base import Mixer, Rope
 from linearize.convert.surgery import student_mixers
 from linearize.distill.reference import Reference, last_hidden
 
@@ -25,17 +25,24 @@ class Seen:
         arguments: the call's other arguments, by name.
         output: `[B, T, D]` that it made.
         heads: of an attention, `[B, T, H, V]` before its output projection.
+        stream: of the attention under a mixer that `reads_stream`, `[B, T, D]` that entered its block.
     """
 
     hidden_states: torch.Tensor
     arguments: dict[str, Any]
     output: torch.Tensor
     heads: torch.Tensor | None = None
+    stream: torch.Tensor | None = None
 
     @property
     def rope(self) -> Rope | None:
         """cos and sin of the tokens' positions."""
         return self.arguments.get("position_embeddings")
+
+    def mix(self, mixer: Mixer) -> torch.Tensor:
+        """The heads `[B, T, H, V]` of a mixer that reads the same."""
+        with mixer.in_stream(self.stream):
+            return mixer.mix(self.hidden_states, self.rope, None, None, self.cu_seqlens)[0]
 
     @property
     def cu_seqlens(self) -> torch.Tensor | None:
@@ -58,6 +65,8 @@ def watch_attention(reference: Reference, input_ids: torch.Tensor) -> dict[int, 
             handle = projection.register_forward_pre_hook(lambda _, args, into=projected: into.append(args[0]))
             stack.callback(handle.remove)
             stack.callback(_add_heads, seen, index, projected, mixer.spec.num_heads)
+            if mixer.reads_stream:
+                _watch_stream(stack, layers[index], seen, index)
         last_hidden(model, input_ids)
     return seen
 
@@ -65,6 +74,20 @@ def watch_attention(reference: Reference, input_ids: torch.Tensor) -> dict[int, 
 def _add_heads(seen: dict[int, Seen], index: int, projected: list[torch.Tensor], num_heads: int) -> None:
     if index in seen:
         seen[index].heads = projected[0].unflatten(-1, (num_heads, -1))
+
+
+def _watch_stream(stack: ExitStack, block: nn.Module, seen: dict[int, Seen], index: int) -> None:
+    entered: list[torch.Tensor] = []
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entered.append(args[0] if args else kwargs["hidden_states"])
+
+    def add() -> None:
+        if index in seen:
+            seen[index].stream = entered[0]
+
+    stack.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    stack.callback(add)
 
 
 def watch_blocks(reference: Reference, input_ids: torch.Tensor) -> list[Seen]:

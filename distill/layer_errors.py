@@ -54,7 +54,9 @@ def layer_errors_streamed(teacher: LayerStream, student: LayerStream, ids: torch
             with teacher.block(index) as block, student.block(index) as made, ExitStack() as stack:
                 seen: list[Seen] = []
                 watch(stack, getattr(block, teacher.attention_name), seen.append)
-                states = [run_block(block, state, call) for state in states]
+                entered, states = states, [run_block(block, state, call) for state in states]
+                for sequence, state in zip(seen, entered, strict=True):
+                    sequence.stream = state
                 for mixer in student_mixers(made):
                     sums[index] = torch.stack([_squares(mixer, sequence) for sequence in seen]).sum(0)
             progress.update(index + 1, ids.numel())
@@ -63,8 +65,7 @@ def layer_errors_streamed(teacher: LayerStream, student: LayerStream, ids: torch
 
 def _squares(mixer: Mixer, seen: Seen) -> torch.Tensor:
     """Squared error of what the mixer makes of what the attention saw, and the square of what that made; float64 `[2]`."""
-    heads, _ = mixer.mix(seen.hidden_states, seen.rope, None, None, seen.cu_seqlens)
-    mine, target = mixer.output(heads.to(seen.hidden_states.dtype)).double(), seen.output.double()
+    mine, target = mixer.output(seen.mix(mixer).to(seen.hidden_states.dtype)).double(), seen.output.double()
     return torch.stack([(mine - target).square().sum(), target.square().sum()]).cpu()
 
 

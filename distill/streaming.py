@@ -91,14 +91,14 @@ class _BlockTransfer(nn.Module):
     def teach(self, where: torch.Tensor, call: BlockCall) -> list[Seen]:
         """Run the teacher's block over some sequences; returns what its attention saw."""
         found: list[Seen] = []
+        hidden = self.source.tensor[where].to(next(self.block.parameters()).device)
 
         def route(mixer: Mixer, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
             output, heads = teacher_heads(mixer, hidden_states, **kwargs)
-            found.append(Seen(hidden_states, kwargs, output, heads))
+            found.append(Seen(hidden_states, kwargs, output, heads, hidden))
             return output, None
 
         with routed(self.mixers, route):
-            hidden = self.source.tensor[where].to(next(self.block.parameters()).device)
             self.target.tensor[where] = run_block(self.block, hidden, call).cpu()
         return found
 

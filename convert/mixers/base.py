@@ -6,7 +6,8 @@ that their tensors stay where the teacher's checkpoint has them, and puts everyt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -59,6 +60,10 @@ class Mixer(nn.Module):
     residual: float | None = None
     """What calibration measured that the mixer's form cannot hold of the attention's logits, as a share of their
     variance; None where it measured none."""
+    stream: torch.Tensor | None = None
+    """For a mixer that `reads_stream`, while it works: `[B, T, D]` that entered its block. Blocks give it by a hook,
+    whoever calls `mix` alone by `in_stream`."""
+    reads_stream: ClassVar[bool] = False
     separable: ClassVar[bool] = False
     """Whether `mix` follows `use` when `options.window` is not 0."""
 
@@ -159,6 +164,19 @@ class Mixer(nn.Module):
             heads `[B, T, H, V]` before the output projection, and the state after the last token.
         """
         raise TypeError(f"{type(self).__name__} must implement mix()")
+
+    @contextmanager
+    def in_stream(self, stream: torch.Tensor | None) -> Iterator[None]:
+        """Context: `mix` works as in a block that `stream` `[B, T, D]` entered; only of use if it `reads_stream`."""
+        self.__dict__["stream"] = stream
+        try:
+            yield
+        finally:
+            self.__dict__["stream"] = None
+
+    def further_outputs(self) -> list[torch.Tensor]:
+        """After `mix`: other outputs `[B, T, D]` that the block uses in the attention's place; default none."""
+        return []
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:
         """Bytes that one sequence of `context` tokens holds in the cache."""

@@ -61,6 +61,7 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
     name = "rodimus++"
     Options = RodimusPlusOptions
     options: RodimusPlusOptions
+    reads_stream = True
     float32_modules = (*Rodimus.float32_modules, "shared_key")
     branch: Any
 
@@ -73,8 +74,6 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
         self.__dict__["stream"] = None
         self.__dict__["second_hop"] = None
 
-    stream: torch.Tensor | None
-    """X, between the block's first norm and its MLP."""
     second_hop: tuple[torch.Tensor, torch.Tensor] | None
     """What `attend` returned last, and S in it."""
 
@@ -132,6 +131,11 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
         heads = first if self.use == "recurrence" else first + second
         return heads, {**new_state, **window_state}
 
+    def further_outputs(self) -> list[torch.Tensor]:
+        """With two hops the first one, which alone stays in the stream."""
+        first = self.__dict__.pop("first_hop")
+        return [first] if self.options.two_hop else []
+
     def window_heads(
         self,
         hidden_states: torch.Tensor,
@@ -159,20 +163,32 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
 
     @torch.no_grad()
     def calibrate(self, sample: CalibrationSample) -> None:
-        """The shared key by its fit, then both hops' scales by least squares on the teacher's heads, twice: the second
-        hop reads the first."""
+        """The shared key by its fit, then both hops' scales by least squares on the teacher's heads.
+
+        With two hops the stream keeps the first alone, which therefore comes as near as it can and leaves the rest to the
+        second; else both are fitted together, twice, since the second hop reads the first.
+        """
         SharedKeyAttention.calibrate(self, sample)
         x, branch = sample.hidden_states, self.branch
         q, k, v = self.project(x)
         tokens = self.tokens(x, q.float(), k.float(), v.float(), sample.rope, None, None)
         y, _ = self.recurrence(tokens, None)
-        first = torch.zeros_like(y)
-        for _ in range(2):
-            second, _ = self.window_heads(x, first, sample.rope, None, None, None)
-            factors = least_squares([y, second], sample.heads)
-            branch.scale.copy_(factors[:, :1].expand_as(branch.scale))
-            branch.window_scale.copy_(factors[:, 1:].expand_as(branch.scale))
-            first = branch.scale * y
+
+        def second_hop() -> torch.Tensor:
+            return self.window_heads(x, branch.scale * y, sample.rope, None, None, None)[0]
+
+        if self.options.two_hop:
+            branch.scale.copy_(least_squares([y], sample.heads).expand_as(branch.scale))
+            second = second_hop()
+            branch.window_scale.copy_(
+                least_squares([second], sample.heads - branch.scale * y).expand_as(branch.window_scale)
+            )
+        else:
+            branch.scale.zero_()
+            for _ in range(2):
+                factors = least_squares([y, second_hop()], sample.heads)
+                branch.scale.copy_(factors[:, :1].expand_as(branch.scale))
+                branch.window_scale.copy_(factors[:, 1:].expand_as(branch.scale))
         del self.__dict__["first_hop"]
 
     def state_bytes(self, context: int, dtype: torch.dtype) -> int:

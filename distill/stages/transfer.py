@@ -68,26 +68,31 @@ class Transfer(AdapterStage):
     def layer_error(self, mixer: Mixer, hidden_states: torch.Tensor, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's loss (a scalar) and the mixer's output `[B, T, D]`; differentiable in the mixer's tensors.
 
+        The loss is the mean over what the block uses in the attention's place: one output, as a rule.
+
         Args:
             hidden_states: `[B, T, D]` that the mixer reads.
             seen: what the teacher's attention saw and made in this layer.
         """
-        rope = seen.rope
-        with torch.enable_grad(), self._dropped(mixer):
+        rope, stream = seen.rope, seen.stream if self.teacher_forced else mixer.stream
+        with torch.enable_grad(), self._dropped(mixer), mixer.in_stream(stream):
             heads, _ = mixer.mix(hidden_states, rope, None, None, seen.cu_seqlens)
             output = mixer.output(heads.to(hidden_states.dtype))
-            mine, target = (output, seen.output) if self.at == "output" else (heads, seen.heads)
+            further = mixer.further_outputs()
+            mine, target = ([output, *further], seen.output) if self.at == "output" else ([heads], seen.heads)
             assert target is not None
-            mine, target = real_tokens(mine), real_tokens(target)
-            if self.loss == "normalized":
-                loss = normalized_error(mine, target)
-            else:
-                loss = F.mse_loss(mine.float(), target.float())
+            loss = torch.stack([self._distance(made, target) for made in mine]).mean()
             if self.weights:
                 theirs = teacher_matrix(mixer, seen.hidden_states, rope)
                 logs = mixing_matrix(mixer, hidden_states, rope).clamp_min(_LEAST_WEIGHT).log()
                 loss = loss - self.weights * (theirs * logs).sum(-1).mean()
         return loss, output
+
+    def _distance(self, mine: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        mine, target = real_tokens(mine), real_tokens(target)
+        if self.loss == "normalized":
+            return normalized_error(mine, target)
+        return F.mse_loss(mine.float(), target.float())
 
     @contextmanager
     def _dropped(self, mixer: Mixer) -> Iterator[None]:

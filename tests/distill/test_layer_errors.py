@@ -18,9 +18,10 @@ from tests.families import FAMILIES, random_teacher
 IDS = torch.randint(2, 64, (3, 20), generator=torch.Generator().manual_seed(1))
 
 
-def test_it_is_the_surgerys_error_while_the_student_holds_its_teacher() -> None:
+@pytest.mark.parametrize("to", ["swa", "rodimus++"])
+def test_it_is_the_surgerys_error_while_the_student_holds_its_teacher(to: str) -> None:
     teacher = random_teacher("llama")
-    student = build_student(teacher, "swa", window=3, keep_softmax="2")
+    student = build_student(teacher, to, window=3, keep_softmax="2", calibration=IDS)
     reference = Reference(student, teacher)
     assert reference.zero_copy
     errors = layer_errors(reference, IDS)
@@ -53,11 +54,11 @@ def test_softmax_layers_of_a_plan_have_none(family: str) -> None:
     assert max(errors[:2]) < 1e-5 and min(errors[2:]) > 0.01
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_block_by_block_it_is_the_same(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "to"), [("llama", "swa"), ("gemma2", "swa"), ("llama", "rodimus++")])
+def test_block_by_block_it_is_the_same(family: str, to: str, tmp_path: Path) -> None:
     teacher = random_teacher(family)
     teacher.save_pretrained(tmp_path / "teacher")
-    student = build_student(copy.deepcopy(teacher), "swa", window=3, keep_softmax="2")
+    student = build_student(copy.deepcopy(teacher), to, window=3, keep_softmax="2")
     with torch.no_grad():
         student.model.layers[1].self_attn.o_proj.weight.mul_(2)
     export(student, tmp_path / "teacher", tmp_path / "student")

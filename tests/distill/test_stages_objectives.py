@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from linearize.convert import build_student
+from linearize.convert.calibration import teacher_route
 from linearize.convert.errors import ConversionError
 from linearize.convert.surgery import new_parameters
 from linearize.distill.data import TokenBlocks
@@ -50,6 +51,26 @@ def only_round(stage: Stage, bench: Workbench) -> Round:
 
 
 # ---------------------------------------------------------------------- transfer
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("two_hop", [True, False])
+def test_transfer_compares_both_hops_where_the_stream_keeps_the_first_alone(two_hop: bool) -> None:
+    bench = bench_of("rodimus++", layers=1, window=4, two_hop=two_hop)
+    objective = only_round(Transfer(), bench).objective
+    mixer: Any = bench.student.model.layers[0].self_attn
+    stream = bench.student.model.embed_tokens(IDS)
+    x = bench.student.model.layers[0].input_layernorm(stream)
+    rope = bench.student.model.rotary_emb(x, torch.arange(IDS.shape[1])[None])
+    target = teacher_route(mixer, x, position_embeddings=rope, attention_mask=None)[0]
+    q, k, v = mixer.project(x)
+    y, _ = mixer.recurrence(mixer.tokens(x, q, k, v, rope, None, None), None)
+    first = mixer.branch.scale * y
+    with mixer.in_stream(stream):
+        second = mixer.branch.window_scale * mixer.window_heads(x, first, rope, None, None, None)[0]
+    outputs = [mixer.output(first + second), *([mixer.output(first)] if two_hop else [])]
+    expected = sum((o - target).square().sum() / target.square().sum() for o in outputs) / len(outputs)
+    torch.testing.assert_close(objective(IDS), expected, rtol=1e-4, atol=0)
 
 
 def _lolcats_by_hand(bench: Workbench, W: int) -> torch.Tensor:
@@ -123,7 +144,8 @@ def test_window_dropout_makes_the_recurrence_carry_more() -> None:
 def test_attention_weights_enter_as_cross_entropy() -> None:
     bench = bench_of("swa", window=24)
     plain, weighted = (only_round(Transfer(weights=w), bench).objective(IDS) for w in (0.0, 0.5))
-    x = bench.student.model.layers[0].input_layernorm(bench.student.model.embed_tokens(IDS))
+    stream = bench.student.model.embed_tokens(IDS)
+    x = bench.student.model.layers[0].input_layernorm(stream)
     rope = bench.student.model.rotary_emb(x, torch.arange(24)[None])
     entropies = []
     with torch.no_grad():
