@@ -97,12 +97,8 @@ class DDTS(Recurrence):
     @torch.no_grad()
     def calibrate(self, tokens: Tokens, heads: torch.Tensor, lookback: torch.Tensor) -> None:
         if not self.options.window:
-            self.fit_feedthrough(tokens, heads)
-
-    def fit_feedthrough(self, tokens: Tokens, heads: torch.Tensor) -> None:
-        """d by least squares on the teacher's heads, for a recurrence that must hold the token itself too."""
-        on_state, on_value = least_squares([self.scan(tokens, None)[0], tokens.v], heads).unbind(-1)
-        self.feedthrough.copy_((on_value / on_state)[:, None].expand_as(self.feedthrough))
+            on_state, on_value = least_squares([self.scan(tokens, None)[0], tokens.v], heads).unbind(-1)
+            self.feedthrough.copy_((on_value / on_state)[:, None].expand_as(self.feedthrough))
 
 
 @register

@@ -28,7 +28,7 @@ from linearize.convert.cache import State
 from linearize.convert.calibration import CalibrationSample, least_squares
 from linearize.convert.errors import ConversionError
 from linearize.convert.mixers.base import Rope, register
-from linearize.convert.mixers.rodimus import DDTS, Rodimus, RodimusOptions
+from linearize.convert.mixers.rodimus import Rodimus, RodimusOptions
 from linearize.convert.mixers.ska import SharedKeyAttention, SharedKeyOptions
 from linearize.convert.mixers.window import window_mix
 
@@ -64,7 +64,6 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
     reads_stream = True
     float32_modules = (*Rodimus.float32_modules, "shared_key")
     branch: Any
-    recurrence: DDTS
 
     def __init__(self, spec: AttentionSpec, attention: nn.Module, layer_idx: int, options: RodimusPlusOptions) -> None:
         super().__init__(spec, attention, layer_idx, options)
@@ -173,8 +172,6 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
         x, branch = sample.hidden_states, self.branch
         q, k, v = self.project(x)
         tokens = self.tokens(x, q.float(), k.float(), v.float(), sample.rope, None, None)
-        if self.options.two_hop:
-            self.recurrence.fit_feedthrough(tokens, sample.heads.float())
         y, _ = self.recurrence(tokens, None)
 
         def second_hop() -> torch.Tensor:
