@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linearize.kernels import fitting
 from linearize.kernels.delta_rule import launch as table
 from linearize.kernels.delta_rule.launch import CHUNK
 from linearize.kernels.delta_rule.triton_tiles import decays_between, token_decays
@@ -248,7 +249,9 @@ def finish(
     if want_dg and g is not None:
         dg = torch.empty(g.shape, dtype=torch.float32, device=q.device)
     launch, v_block = table.finish_launch(K, V, q.dtype.itemsize)
-    _finish[(packing.chunks, H)](
+    fitting.launch(
+        _finish,
+        (packing.chunks, H),
         q,
         k,
         beta,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linearize.kernels import fitting
 from linearize.kernels.delta_rule import launch as table
 from linearize.kernels.delta_rule.launch import CHUNK, padded
 from linearize.kernels.delta_rule.triton_prepare import Prepared
@@ -257,7 +258,9 @@ def scan(
     (_, T, H, K), V = k.shape, ready.u.shape[3]
     launch = table.scan_launch(K, V, k.dtype.itemsize)
     decay, mode, strides = _decay(ready, g)
-    _scan[(packing.sequences * H * triton.cdiv(V, launch.block),)](
+    fitting.launch(
+        _scan,
+        (packing.sequences * H * triton.cdiv(V, launch.block),),
         q,
         k,
         ready.w,
@@ -316,7 +319,9 @@ def scan_back(
     (_, T, H, K), V = k.shape, do.shape[3]
     launch = table.scan_launch(K, V, k.dtype.itemsize, backward=True)
     decay, mode, strides = _decay(ready, g)
-    _scan_back[(packing.sequences * H * triton.cdiv(V, launch.block),)](
+    fitting.launch(
+        _scan_back,
+        (packing.sequences * H * triton.cdiv(V, launch.block),),
         q,
         k,
         ready.w,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linearize.kernels import fitting
 from linearize.kernels.linear_attention import launch as table
 from linearize.kernels.linear_attention.launch import CHUNK
 from linearize.kernels.linear_attention.triton_common import Packing, dot_precision, piece_dtype, wide_dtype
@@ -338,7 +339,9 @@ def finish(
     if not exact:  # the second kernel redoes the chunks whose decay is too strong for the first
         choices.insert(0, (_finish_weak, 1, *table.finish_weak_launch(K, V)))
     for kernel, group, launch, v_block in choices:
-        kernel[(triton.cdiv(packing.chunks, group) * triton.cdiv(K, launch.block), H)](
+        fitting.launch(
+            kernel,
+            (triton.cdiv(packing.chunks, group) * triton.cdiv(K, launch.block), H),
             q,
             k,
             v,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linearize.kernels import fitting
 from linearize.kernels.linear_attention import launch as table
 from linearize.kernels.linear_attention.launch import CHUNK
 from linearize.kernels.linear_attention.triton_common import Packing, dot_precision
@@ -272,7 +273,9 @@ def scan(
         else:
             strides += [*x.stride(), 0]
     chunks = triton.cdiv(packing.T, CHUNK)
-    _scan[(programs,)](
+    fitting.launch(
+        _scan,
+        (programs,),
         a,
         b,
         c,

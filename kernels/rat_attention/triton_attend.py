@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linearize.kernels import fitting
 from linearize.kernels.linear_attention.triton_common import dot_precision
 from linearize.kernels.rat_attention.launch import launch, width_block
 
@@ -275,7 +276,9 @@ def attend(
     H = q.shape[2]
     o, lse = own_value.new_empty(B, T, H, K), logit.new_empty(B, H, T)
     options = _options("attend", q, G, C)
-    _attend[(-(-T // options["M"]) * B * H,)](
+    fitting.launch(
+        _attend,
+        (-(-T // options["M"]) * B * H,),
         q, keys, values, own_value, logit, position, o, lse, T, q.shape[1], scale, _LOG2E, _LN2,
         *keys.stride()[:3], *values.stride()[:3], START=position is not None, **options,
     )  # fmt: skip
@@ -293,8 +296,10 @@ def attend_backward(
     if summaries > 0:
         shared = (T, padded, summaries, scale, _LOG2E, *do.stride()[:3])
         options = _options("queries", q, G, C)
-        _queries[(-(-T // options["M"]) * B * H,)](q, keys, values, o, do, lse, delta, dq, *shared, **options)
+        fitting.launch(
+            _queries, (-(-T // options["M"]) * B * H,), q, keys, values, o, do, lse, delta, dq, *shared, **options
+        )
         options = _options("chunks", q, G, C)
         grid = (-(-summaries // options["N"]) * B * H,)
-        _chunks[grid](q, keys, values, do, lse, delta, dk, dv, *shared, **options)
+        fitting.launch(_chunks, grid, q, keys, values, do, lse, delta, dk, dv, *shared, **options)
     return dq.view(B, -1, C * H, K)[:, 1:].transpose(1, 2), dk, dv

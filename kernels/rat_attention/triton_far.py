@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linearize.kernels import fitting
 from linearize.kernels.gated_scan.triton_scan import sum_groups
 from linearize.kernels.linear_attention.triton_common import dot_precision
 from linearize.kernels.rat_attention.launch import launch, width_block
@@ -346,7 +347,9 @@ def join(
     """
     (B, T, H, _), (keys, values) = q.shape, summaries
     options = _options("attend", q, keys, softcap)
-    _forward[(triton.cdiv(T, options["M"]) * B * H,)](
+    fitting.launch(
+        _forward,
+        (triton.cdiv(T, options["M"]) * B * H,),
         q, keys, values, offset, seen.low, seen.high, *near, T, keys.shape[1], _row_stride(seen.low),
         *_scales(scale, softcap), *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], **options,
     )  # fmt: skip
@@ -374,7 +377,7 @@ def join_backward(
     tensors = (q, keys, values, offset, seen.low, seen.high, do, lse, delta)
     d_offset = torch.empty_like(lse)
     options = _options("queries", q, keys, softcap)
-    _queries[(triton.cdiv(T, options["M"]) * B * H,)](*tensors, dq, d_offset, *shared, **options)
+    fitting.launch(_queries, (triton.cdiv(T, options["M"]) * B * H,), *tensors, dq, d_offset, *shared, **options)
     dk, dv = (lse.new_empty(B, N, H, K) for _ in range(2))
     if N > 0:
         options = _options("chunks", q, keys, softcap)
@@ -384,6 +387,6 @@ def join_backward(
         end = torch.searchsorted(seen.low, first + (options["N"] - 1), right=True, out_int32=True)
         ranges = torch.stack([begin, end], 1)
         grid = (triton.cdiv(N, options["N"]) * B * H,)
-        _summaries[grid](*tensors, dk, dv, ranges, _row_stride(ranges), *shared, **options)
+        fitting.launch(_summaries, grid, *tensors, dk, dv, ranges, _row_stride(ranges), *shared, **options)
     dk, dv = (sum_groups(d, keys.shape[2]).to(keys.dtype) for d in (dk, dv))
     return dk, dv, d_offset.sum((0, 1))

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linearize.kernels import fitting
 from linearize.kernels.gated_scan.triton_scan import sum_groups
 from linearize.kernels.window_attention.triton_band import (
     Band,
@@ -419,11 +420,9 @@ def backward(
     arguments = band.arguments(q, k, scale)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
     programs = B * groups * triton.cdiv(T * options["R"], options["M"])
-    _queries[(programs,)](
-        q, k, v, o, do, lse, dlse, delta, dq, scale, *arguments, *strides, HAS_DLSE=dlse is not None, **options
-    )
+    queries = (q, k, v, o, do, lse, dlse, delta, dq, scale)
+    fitting.launch(_queries, (programs,), *queries, *arguments, *strides, HAS_DLSE=dlse is not None, **options)
     options = band.options(q, k, v, "keys")
-    _keys[(B * groups * triton.cdiv(S, options["N"]),)](
-        q, k, v, do, lse, delta, dk, dv, scale, *arguments, *strides, **options
-    )
+    keys = (q, k, v, do, lse, delta, dk, dv, scale)
+    fitting.launch(_keys, (B * groups * triton.cdiv(S, options["N"]),), *keys, *arguments, *strides, **options)
     return dq, sum_groups(dk, k.shape[2]), sum_groups(dv, v.shape[2]), delta

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linearize.kernels import fitting
 from linearize.kernels.window_attention.triton_band import (
     Band,
     capped,
@@ -197,5 +198,5 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
     options = band.options(q, k, v, "forward")
     programs = B * (H // options["R"]) * triton.cdiv(T * options["R"], options["M"])
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    _forward[(programs,)](q, k, v, o, lse, *band.arguments(q, k, scale), *strides, **options)
+    fitting.launch(_forward, (programs,), q, k, v, o, lse, *band.arguments(q, k, scale), *strides, **options)
     return o, lse
