@@ -1,4 +1,7 @@
-"""Settings for all tests: workers share the cores, so each uses one; examples have no time limit of their own."""
+"""Settings for all tests: workers share the cores, so each uses one; examples have no time limit of their own.
+
+Property tests draw the same examples in every run, so that what fails has changed. `HYPOTHESIS_PROFILE=explore` draws new ones.
+"""
 
 from __future__ import annotations
 
@@ -10,5 +13,6 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
-settings.register_profile("shared machine", deadline=None)
-settings.load_profile("shared machine")
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))

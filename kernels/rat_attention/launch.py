@@ -32,12 +32,12 @@ DENSE_FROM = 1024
 STEP_PROGRAMS = 264
 
 
-def launch(kernel: str, width: int, itemsize: int) -> Launch:
-    """The configuration of an attention kernel by width and element size."""
+def launch(kernel: str, width: int, itemsize: int, little_memory: bool) -> Launch:
+    """The configuration of an attention kernel by width, element size and whether shared memory is short."""
     if itemsize > 2:  # float32: registers and shared memory are short, and speed is not the point
         return Launch(32, 32, 4, 1)
     if width > 128:
-        return Launch(64, 64, 8, 1)
+        return Launch(32, 32, 4, 1) if little_memory else Launch(64, 64, 8, 1)
     return TABLE[kernel]
 
 

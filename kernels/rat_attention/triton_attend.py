@@ -243,7 +243,7 @@ def _chunks(
 
 def _options(kernel: str, q: Tensor, G: int, C: int) -> dict[str, Any]:
     K, size = q.shape[3], q.element_size()
-    pick = launch(kernel, K, size)
+    pick = launch(kernel, K, size, fitting.little_shared_memory())
     return {
         "H": q.shape[2],
         "G": G,

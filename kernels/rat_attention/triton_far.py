@@ -309,7 +309,7 @@ def _summaries(
 
 def _options(kernel: str, q: Tensor, keys: Tensor, softcap: float | None) -> dict[str, Any]:
     (H, K), size = q.shape[2:], q.element_size()
-    pick = launch(kernel, K, size)
+    pick = launch(kernel, K, size, fitting.little_shared_memory())
     return {
         "H": H,
         "R": H // keys.shape[2],

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linearize.kernels import fitting
 from linearize.kernels.linear_attention.triton_common import dot_precision
 
 LOG2E = 1.4426950408889634
@@ -43,7 +44,7 @@ def band_launch(width: int, itemsize: int, window: int, kernel: str) -> Launch:
     if itemsize > 2:  # float32: registers and shared memory are short, and speed is not the point
         return Launch(32, 32, 4, 1)
     if width > 128:
-        return Launch(64, 64, 8, 1)
+        return Launch(32, 32, 4, 1) if fitting.little_shared_memory() else Launch(64, 64, 8, 1)
     if kernel == "keys" and window >= 512:  # narrow windows would waste most of a long block's products
         return Launch(64, 128, 8, 2)
     if kernel == "forward":

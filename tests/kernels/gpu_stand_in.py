@@ -1,6 +1,7 @@
 """A GPU that is not there: Triton compiles for it, launches nothing, and says what each kernel takes of it.
 
-Run as a program, with a compute capability, the shared memory of a block in bytes, and names of `CASES`; prints JSON.
+Run as a program, with a compute capability, the shared memory of a block in bytes, one of `CASES` and the heads' width;
+prints JSON.
 Outputs hold whatever memory held. Triton must not have been told to interpret.
 """
 
@@ -20,8 +21,6 @@ from triton.runtime import driver
 
 from linearize import kernels
 from linearize.kernels import checks, dispatch
-
-WIDTH = 128
 
 
 class StandIn:
@@ -76,31 +75,42 @@ def _heads(*shape: int) -> Tensor:
     return torch.randn(2, 150, 2, *shape, dtype=torch.bfloat16, requires_grad=True)
 
 
-def _linear_attention() -> Tensor:
+def _linear_attention(width: int) -> Tensor:
     from linearize.kernels.linear_attention import linear_attention
 
-    decay = -torch.rand(2, 150, 2, WIDTH)
-    return linear_attention(*(_heads(WIDTH) for _ in range(3)), decay.requires_grad_(), backend="triton")[0]
+    decay = -torch.rand(2, 150, 2, width)
+    return linear_attention(*(_heads(width) for _ in range(3)), decay.requires_grad_(), backend="triton")[0]
 
 
-def _delta_rule() -> Tensor:
+def _delta_rule(width: int) -> Tensor:
     from linearize.kernels.delta_rule import delta_rule
 
-    return delta_rule(*(_heads(WIDTH) for _ in range(3)), _heads(), backend="triton")[0]
+    return delta_rule(*(_heads(width) for _ in range(3)), _heads(), backend="triton")[0]
 
 
-def _window_attention() -> Tensor:
+def _window_attention(width: int) -> Tensor:
     from linearize.kernels.window_attention import window_attention
 
-    found = window_attention(*(_heads(WIDTH) for _ in range(3)), window=64, backend="triton")
+    found = window_attention(*(_heads(width) for _ in range(3)), window=64, backend="triton")
     assert isinstance(found, Tensor)
     return found
 
 
-CASES = {"linear_attention": _linear_attention, "delta_rule": _delta_rule, "window_attention": _window_attention}
+def _rat_attention(width: int) -> Tensor:
+    from linearize.kernels.rat_attention import rat_attention
+
+    gate = torch.rand(2, 150, 2, width).requires_grad_()
+    return rat_attention(*(_heads(width) for _ in range(3)), gate, chunk_size=16, backend="triton")[0]
+
+
+CASES = {
+    "linear_attention": _linear_attention,
+    "delta_rule": _delta_rule,
+    "window_attention": _window_attention,
+    "rat_attention": _rat_attention,
+}
 
 if __name__ == "__main__":
     gpu = stand_in(int(sys.argv[1]), int(sys.argv[2]))
-    for case in sys.argv[3:]:
-        CASES[case]().float().sum().backward()
+    CASES[sys.argv[3]](int(sys.argv[4])).float().sum().backward()
     print(json.dumps(gpu.launches))

@@ -53,11 +53,14 @@ def test_what_does_not_fit_at_all_says_so() -> None:
             fitting.launch(kernel, (1,), torch.zeros(1), num_stages=2)
 
 
-@pytest.mark.parametrize("case", ["linear_attention", "delta_rule", "window_attention"])
-def test_kernels_compile_for_a_small_gpu_and_fit(case: str) -> None:
-    """128-wide heads in bfloat16, both ways; nothing runs."""
+@pytest.mark.parametrize(
+    ("case", "width"),
+    [("linear_attention", 128), ("delta_rule", 128), ("window_attention", 256), ("rat_attention", 256)],
+)
+def test_kernels_compile_for_a_small_gpu_and_fit(case: str, width: int) -> None:
+    """In bfloat16, both ways; nothing runs."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tests.kernels.gpu_stand_in", "89", str(SMALL), case]
+    command = [sys.executable, "-m", "tests.kernels.gpu_stand_in", "89", str(SMALL), case, str(width)]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-3000:]
