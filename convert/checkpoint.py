@@ -213,13 +213,15 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _write_file(file: Path, members: list[str], tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_file(
+    file: Path, members: list[str], tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Tensor]
+) -> None:
     """A safetensors file, one tensor in memory at a time: the header's length, the header, the tensors' bytes."""
     names = {dtype: name for name, dtype in _DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for member in members:
-        tensor = tensors[member]
+        tensor = shapes[member]
         begin, end = end, end + tensor.nbytes
         header[member] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -234,10 +236,18 @@ def _write_file(file: Path, members: list[str], tensors: Mapping[str, torch.Tens
 
 
 def write_tensors(
-    tensors: Mapping[str, torch.Tensor], folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES
+    tensors: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, torch.Tensor],
+    folder: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
-    """Write tensors as safetensors, in shards with an index when they are larger than one; returns the file names."""
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    """Write tensors as safetensors, in shards with an index when they are larger than one; returns the file names.
+
+    Args:
+        tensors: each is looked up once, when it is written.
+        shapes: the same names, shapes and dtypes; may stand on the meta device.
+    """
+    sizes = {name: tensor.nbytes for name, tensor in shapes.items()}
     shards: list[list[str]] = [[]]
     size = 0
     for name, nbytes in sizes.items():
@@ -249,7 +259,7 @@ def write_tensors(
     single = len(shards) == 1
     names = [SINGLE if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for file, members in zip(names, shards, strict=True):
-        _write_file(folder / file, members, tensors)
+        _write_file(folder / file, members, tensors, shapes)
     if not single:
         weight_map = {member: file for file, members in zip(names, shards, strict=True) for member in members}
         (folder / INDEX).write_text(

@@ -82,14 +82,15 @@ def export(
     """
     source, out = Path(source_dir), Path(out_dir)
     check_output(source, out)
-    tensors = checkpoint_tensors(student) if tensors is None else tensors
+    shapes = checkpoint_tensors(student)
+    tensors = shapes if tensors is None else tensors
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             raise ConversionError(f"{name} is not finite after training; nothing was exported. Lower the learning rate")
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_tensors(tensors, partial)
+    write_tensors(tensors, shapes, partial)
     files = copy_files(source, partial)
     _write_config(student, partial)
     _write_parity(student, partial, logits)

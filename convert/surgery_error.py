@@ -91,12 +91,17 @@ def _teacher_pass(student: nn.Module, ids: torch.Tensor, layers: dict[int, torch
     def route(mixer: Mixer, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         target, _ = teacher_route(mixer, hidden_states, **kwargs)
         mine, _ = mixer.attend(hidden_states, **{**kwargs, "past_key_values": None})
-        sums = torch.stack([(mine.double() - target.double()).square().sum(), target.double().square().sum()])
-        layers[mixer.layer_idx] = layers.get(mixer.layer_idx, 0) + sums.cpu()
+        layers[mixer.layer_idx] = layers.get(mixer.layer_idx, 0) + error_and_size(mine, target)
         return target, None
 
     with as_teacher(student), routed(student_mixers(student), route):
         return student(input_ids=ids, use_cache=False).logits
+
+
+def error_and_size(mine: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`‖mine - target‖²` and `‖target‖²`, `[2]` float64 on the CPU."""
+    mine, target = mine.double(), target.double()
+    return torch.stack([(mine - target).square().sum(), target.square().sum()]).cpu()
 
 
 def _distances(logits: torch.Tensor, reference: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from linearize.convert.layer_stream import LayerStream, run_block
 from linearize.convert.mixers import Mixer
 from linearize.convert.surgery import student_mixers
+from linearize.convert.surgery_error import error_and_size
 from linearize.distill.capture import Seen, watch, watch_attention
 from linearize.distill.progress import meter
 from linearize.distill.reference import Reference
@@ -64,9 +65,8 @@ def layer_errors_streamed(teacher: LayerStream, student: LayerStream, ids: torch
 
 
 def _squares(mixer: Mixer, seen: Seen) -> torch.Tensor:
-    """Squared error of what the mixer makes of what the attention saw, and the square of what that made; float64 `[2]`."""
-    mine, target = mixer.output(seen.mix(mixer).to(seen.hidden_states.dtype)).double(), seen.output.double()
-    return torch.stack([(mine - target).square().sum(), target.square().sum()]).cpu()
+    """Of what the mixer makes of what the attention saw, see `error_and_size`."""
+    return error_and_size(mixer.output(seen.mix(mixer).to(seen.hidden_states.dtype)), seen.output)
 
 
 def _relative(sums: dict[int, torch.Tensor], layers: int) -> list[float | None]:

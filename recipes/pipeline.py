@@ -148,6 +148,20 @@ class Conversion:
         if trained.stages:
             self._compare_layers("student", student, model)
         control = self._control(model)
+        return self.outcome(student, model, new, trained, surgery, trained.score or surgery, control)
+
+    def outcome(
+        self,
+        student: PreTrainedModel,
+        model: PreTrainedModel,
+        new: int,
+        trained: Trained,
+        surgery: LanguageScore | None,
+        final: LanguageScore,
+        control: Control | None,
+    ) -> Outcome:
+        """A student that is trained and whole: a sample of it, export to the workspace, gate."""
+        work = self.work
         sample = Sample(**work.once("sample", lambda: self._sample(Reference(student, model))))
         parameters = count_parameters(student, new, trained)
         with work.timed("export"):
@@ -155,7 +169,6 @@ class Conversion:
         say("parity gate, in a fresh process")
         with work.timed("gate"):
             gate = processes.on_main(lambda: verify_in_fresh_process(work.student))
-        final = trained.score or surgery
         return Outcome(student, surgery, final, trained, control, sample, parameters, gate)
 
     def _summary(self, outcome: Outcome) -> Summary:

@@ -22,7 +22,6 @@ from linearize.distill.evaluate.language import LanguageScore
 from linearize.distill.layer_errors import layer_errors_streamed
 from linearize.distill.memory import peak_memory
 from linearize.distill.progress import say
-from linearize.distill.reference import Reference
 from linearize.distill.stages import Stage, Transfer
 from linearize.distill.streaming import StreamedLayers, score_streamed, stream_transfer
 from linearize.recipes.pipeline import COMPARED, Conversion, Outcome, count_parameters
@@ -111,7 +110,7 @@ class StreamedConversion(Conversion):
             work.once("layer_errors.student", lambda: layer_errors_streamed(self.source, made, ids))
         trained.score = score
         for stage in trained.stages:
-            stage.perplexity, stage.kl, stage.top1_agreement = score.perplexity, score.kl, score.top1_agreement
+            stage.note(score)
         say(f"student: perplexity {score.perplexity:.3f} (teacher {score.teacher_perplexity:.3f}), KL {score.kl:.4f}")
         say("parity gate, in a fresh process: the checks that need one block at a time")
         with work.timed("gate"):
@@ -129,27 +128,19 @@ class StreamedConversion(Conversion):
 
     def _whole(self, trained: Trained, layers: StreamedLayers, later: list[Stage]) -> Outcome:
         """Later stages train the whole model, which begins with the streamed layers."""
-        work = self.work
         model = load_teacher(self.teacher.folder, self.dtype, self.device)
         torch.manual_seed(self.recipe.seed)
         student = build_student(model, self.plan)
         new = sum(p.numel() for p in new_parameters(student).values())
         apply_layers(student, layers.overlay)
-        training = Training(student, model, self.recipe, self.data, work)
+        training = Training(student, model, self.recipe, self.data, self.work)
         training.result = trained
         score = training.measure(self.stages[0].label)
         for stage in trained.stages:
-            stage.perplexity, stage.kl, stage.top1_agreement = score.perplexity, score.kl, score.top1_agreement
+            stage.note(score)
         training.run([self.stages[0].model_copy(update={"tokens": 0}), *later])
         self._compare_layers("student", student, model)
-        sample = Sample(**work.once("sample", lambda: self._sample(Reference(student, model))))
-        parameters = count_parameters(student, new, trained)
-        with work.timed("export"):
-            self._export(student, trained)
-        say("parity gate, in a fresh process")
-        with work.timed("gate"):
-            gate = verify_in_fresh_process(work.student)
-        return Outcome(student, None, trained.score or score, trained, None, sample, parameters, gate)
+        return self.outcome(student, model, new, trained, None, trained.score or score, None)
 
     def _shapes(self) -> PreTrainedModel:
         with torch.device("meta"):

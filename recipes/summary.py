@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from linearize.distill.evaluate.language import LanguageScore
+
 
 class Perplexity(BaseModel):
     """On held-out text, at each point of the conversion; None for a stage that did not run."""
@@ -30,6 +32,10 @@ class StageScore(BaseModel):
     seconds: float
     peak_memory: int
     """Bytes, see `peak_memory`."""
+
+    def note(self, score: LanguageScore) -> None:
+        """Keep what was measured after the stage."""
+        self.perplexity, self.kl, self.top1_agreement = score.perplexity, score.kl, score.top1_agreement
 
 
 class Control(BaseModel):

@@ -162,7 +162,7 @@ class Training:
             ran = self._stage(stage, self.recipe.seed + index)
             if ran is not None and (measure or index + 1 == len(stages)):
                 self.result.score = score = self.measure(f"{self.prefix}{stage.label}")
-                ran.perplexity, ran.kl, ran.top1_agreement = score.perplexity, score.kl, score.top1_agreement
+                ran.note(score)
         return self.result
 
     def measure(self, name: str) -> LanguageScore:

@@ -107,8 +107,8 @@ class RodimusPlus(Rodimus, SharedKeyAttention):
 
     def attend(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         output, _ = super().attend(hidden_states, *args, **kwargs)
-        first = self.__dict__.pop("first_hop")
-        self.__dict__["second_hop"] = (output, output - first) if self.options.two_hop else None
+        first = self.further_outputs()
+        self.__dict__["second_hop"] = (output, output - first[0]) if first else None
         return output, None
 
     def mix(

@@ -9,7 +9,7 @@ rate, whichever is longer.
 
 from __future__ import annotations
 
-from linearize.kernels.bench.linear import SHAPES, STEP_SHAPES, draw, linear_attention_rows, step_rows
+from linearize.kernels.bench.linear import SHAPES, STEP_SHAPES, draw, linear_attention_rows, softmax_row, step_rows
 from linearize.kernels.bench.run import FAMILIES, NeedsGpuError, kernel_rows, store
 from linearize.kernels.bench.table import Row, table
 from linearize.kernels.bench.timing import (
@@ -19,6 +19,7 @@ from linearize.kernels.bench.timing import (
     measure_machine,
     time_graph_ms,
     time_ms,
+    time_steps,
 )
 
 __all__ = [
@@ -34,9 +35,11 @@ __all__ = [
     "kernel_rows",
     "linear_attention_rows",
     "measure_machine",
+    "softmax_row",
     "step_rows",
     "store",
     "table",
     "time_graph_ms",
     "time_ms",
+    "time_steps",
 ]

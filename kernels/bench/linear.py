@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linearize.kernels.bench.table import Row
-from linearize.kernels.bench.timing import DEVICE, Machine, forward_and_both, time_graph_ms
+from linearize.kernels.bench.timing import DEVICE, Machine, forward_and_both, time_steps
 from linearize.kernels.linear_attention import linear_attention, linear_attention_step
 
 SHAPES = [
@@ -68,7 +67,7 @@ def linear_attention_rows(machine: Machine, shapes: Iterable[tuple] = tuple(SHAP
                 rows.append(row)
             del inputs
         if K == V:
-            rows.append(_softmax_row(shape, draw(B, T, H, K, V, "none"), repeats))
+            rows.append(softmax_row(shape, draw(B, T, H, K, V, "none"), repeats))
         torch.cuda.empty_cache()
     return rows
 
@@ -89,7 +88,9 @@ def _implementations(decay: str) -> dict[str, Callable[..., Tensor]]:
     return {**result, "fla": peers[decay]}
 
 
-def _softmax_row(shape: str, inputs: list[Tensor], repeats: int) -> Row:
+def softmax_row(shape: str, inputs: list[Tensor], repeats: int) -> Row:
+    """torch's causal softmax attention of q, k, v `[B, T, H, K]`."""
+
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -114,11 +115,7 @@ def step_rows(machine: Machine, shapes: Iterable[tuple[int, int, int, int]] = tu
                 linear_attention_step(q, k, v, state, g)
 
         row = Row("linear attention, one step", f"B{B} H{H} K{K} V{V}", "linearize")
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        row.first_call_s = time.perf_counter() - began
-        row.forward_ms = time_graph_ms(run) / len(states)
+        row.first_call_s, row.forward_ms = time_steps(run, len(states))
         row.forward_bound_ms = machine.bound_ms(8.0 * B * H * K * V, 0)
         rows.append(row)
     return rows

@@ -93,3 +93,12 @@ def forward_and_both(
     host = (time.perf_counter() - began) * 100
     torch.cuda.synchronize()
     return *times, first, host
+
+
+def time_steps(run: Callable[[], object], count: int = 1) -> tuple[float, float]:
+    """(seconds to the first result, ms of one step inside a CUDA graph) of `run()`, which takes `count` steps."""
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    return first, time_graph_ms(run) / count

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterable
 from unittest import mock
 
@@ -98,11 +97,7 @@ def step_rows(
                 delta_rule_step(token[0], token[1], token[2], token[3], state, g)
 
         row = bench.Row("delta rule, one step", f"B{B} H{H} K{K} V{V}", "linearize")
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        row.first_call_s = time.perf_counter() - began
-        row.forward_ms = bench.time_graph_ms(run) / len(states)
+        row.first_call_s, row.forward_ms = bench.time_steps(run, len(states))
         row.forward_bound_ms = machine.bound_ms(8.0 * B * H * K * V, 0)
         rows.append(row)
     return rows

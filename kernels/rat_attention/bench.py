@@ -5,7 +5,6 @@ python -m linearize.kernels.rat_attention.bench
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -48,20 +47,10 @@ def pass_rows(machine: bench.Machine, repeats: int = 20) -> list[bench.Row]:
         row.forward_ms, row.both_ms, row.first_call_s, row.host_ms = bench.forward_and_both(ours, inputs, repeats)
         rows.append(row)
         if G == H:
-            rows.append(_causal_row(row.shape, inputs[:3], repeats))
+            rows.append(bench.softmax_row(row.shape, inputs[:3], repeats))
         del inputs
         torch.cuda.empty_cache()
     return rows
-
-
-def _causal_row(shape: str, inputs: list[Tensor], repeats: int) -> bench.Row:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    row = bench.Row("softmax attention, causal", shape, "torch SDPA")
-    row.forward_ms, row.both_ms, row.first_call_s, row.host_ms = bench.forward_and_both(run, inputs, min(repeats, 5))
-    return row
 
 
 def step_rows(machine: bench.Machine) -> list[bench.Row]:
@@ -80,11 +69,7 @@ def step_rows(machine: bench.Machine) -> list[bench.Row]:
             return rat_window_attention_step(*tensors, window=WINDOW, chunk_size=CHUNK)
 
         row = bench.Row("RAT with a window, one step", f"B{B} after {seen} H{H}/{G} D{D}", "linearize")
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        row.first_call_s = time.perf_counter() - began
-        row.forward_ms = bench.time_graph_ms(run)
+        row.first_call_s, row.forward_ms = bench.time_steps(run)
         row.forward_bound_ms = machine.bound_ms(2.0 * (keys.nbytes + ring[0].nbytes), 0)
         rows.append(row)
     return rows

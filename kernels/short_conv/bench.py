@@ -5,7 +5,6 @@ python -m linearize.kernels.short_conv.bench
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -62,11 +61,7 @@ def step_rows(machine: bench.Machine) -> list[bench.Row]:
                 short_conv_step(*token, state, activation="silu")
 
         row = bench.Row("short convolution, one step", f"B{B} D{D} W{W}", "linearize")
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        row.first_call_s = time.perf_counter() - began
-        row.forward_ms = bench.time_graph_ms(run) / len(states)
+        row.first_call_s, row.forward_ms = bench.time_steps(run, len(states))
         row.forward_bound_ms = machine.bound_ms(4.0 * B * D * W + 2.0 * D * W, 0)
         rows.append(row)
     return rows

@@ -5,7 +5,6 @@ python -m linearize.kernels.window_attention.bench
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -53,20 +52,10 @@ def pass_rows(machine: bench.Machine, repeats: int = 20) -> list[bench.Row]:
             row.forward_ms, row.both_ms, row.first_call_s, row.host_ms = bench.forward_and_both(run, inputs, repeats)
             rows.append(row)
         if Hk == Hv == H:
-            rows.append(_causal_row(shape, inputs, repeats))
+            rows.append(bench.softmax_row(shape, inputs, repeats))
         del inputs
         torch.cuda.empty_cache()
     return rows
-
-
-def _causal_row(shape: str, inputs: list[Tensor], repeats: int) -> bench.Row:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    row = bench.Row("softmax attention, causal", shape, "torch SDPA")
-    row.forward_ms, row.both_ms, row.first_call_s, row.host_ms = bench.forward_and_both(run, inputs, min(repeats, 5))
-    return row
 
 
 def step_rows(machine: bench.Machine) -> list[bench.Row]:
@@ -90,11 +79,7 @@ def step_rows(machine: bench.Machine) -> list[bench.Row]:
                 window_attention_step(q, k, v, keys, values, position, window=window)
 
         row = bench.Row("window attention, one step", f"B{B} H{H}/{heads} D{D} W{window}", "linearize")
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        row.first_call_s = time.perf_counter() - began
-        row.forward_ms = bench.time_graph_ms(run) / len(rings)
+        row.first_call_s, row.forward_ms = bench.time_steps(run, len(rings))
         row.forward_bound_ms = machine.bound_ms(cache + 4.0 * B * H * D, 0)
         rows.append(row)
     return rows

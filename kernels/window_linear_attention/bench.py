@@ -6,7 +6,6 @@ python -m linearize.kernels.window_linear_attention.bench
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -90,11 +89,7 @@ def step_rows(machine: bench.Machine) -> list[bench.Row]:
                 step(*token, mix, *state)
 
         row = bench.Row(f"window {window} + linear, one step", f"B{B} H{H}/{Hk} D{D} F{F}", "linearize")
-        began = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        row.first_call_s = time.perf_counter() - began
-        row.forward_ms = bench.time_graph_ms(run) / len(states)
+        row.first_call_s, row.forward_ms = bench.time_steps(run, len(states))
         row.forward_bound_ms = machine.bound_ms(8.0 * B * H * F * (D + 1) + 4.0 * B * window * Hk * D, 0)
         rows.append(row)
     return rows

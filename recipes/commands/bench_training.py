@@ -32,6 +32,7 @@ def bench_training(
 
     from linearize.distill.benchmarks import Settings, report_json, report_text
     from linearize.distill.benchmarks import bench_training as run
+    from linearize.distill.device import choose_device
     from linearize.distill.progress import say
 
     dtypes = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
@@ -44,7 +45,7 @@ def bench_training(
         context=context,
         batch_size=batch_size,
         dtype=dtypes[dtype],
-        device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
+        device=choose_device(device),
         rows=tuple(name.strip() for name in rows.split(",")) if rows else (),
         steps=steps,
         compile=compile,

@@ -5,33 +5,22 @@ Triton must be imported with its interpreter already on, so this file runs itsel
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from linearize.kernels.short_conv import short_conv, short_conv_step
+from tests.kernels.in_interpreter import interpreted, run_interpreted, starts_it
 from tests.kernels.test_short_conv import assert_close, draw_inputs, relative_rms, run
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
 # Masked entries may overflow, as on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
+@starts_it
 def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-n0", "-x", "--import-mode=importlib", str(Path(__file__))]
-    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
-    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
-    assert " passed" in outcome.stdout, outcome.stdout
+    run_interpreted(__file__)
 
 
 def compare(inputs: dict[str, Tensor], **options) -> None:
