@@ -1,9 +1,11 @@
-"""The short convolution on the GPU: forward and backward, each reading x once from memory.
+"""The short convolution on the GPU, forward and backward; each kernel reads a tensor once from memory.
 
 The forward pass is a sum of W shifted rows, so every input meets W outputs while it lies in the L1 cache. The
-backward pass computes the activation's slope again from x instead of saving the sums: W² multiply-adds per element
-with W about 4. Weight gradients are summed in registers over a program's rows and then over programs, without
-atomics. Bounds: 2 bytes read and 2 written per 16-bit element forward, 4 read and 2 written backward.
+backward pass makes the sums again from x instead of saving them. Its first kernel finds the sums' gradients dz and,
+from them, those of the weights, summed in registers over a program's rows and then over programs, without atomics; the
+second spreads dz over the inputs, if anyone asks for their gradient. (Finding dz again for each of the W outputs of an
+input instead of storing it took five times as long.) Bounds: 2 bytes read and 2 written per 16-bit element forward;
+backward 4 read, 2 written, and with an activation dz between, 2 written and 2 read.
 
 Suffixes: B batch, T time, D channels, W taps, N sequences. The state of a sequence holds the W − 1 inputs before its
 first token, oldest first.
@@ -120,7 +122,7 @@ def _backward(
     first_ptr,
     index_ptr,
     dy_ptr,
-    dx_ptr,
+    dz_ptr,
     dw_ptr,
     T,
     x_b,
@@ -139,8 +141,9 @@ def _backward(
     SILU: tl.constexpr,
     HAS_STATE: tl.constexpr,
     PACKED: tl.constexpr,
+    STORE: tl.constexpr,
 ):
-    """dx, and the program's part of the gradients of the weight and, as tap W, of the bias: [programs, TAPS, D]."""
+    """dz if STORE, and the program's part of the gradients of the weight and, as tap W, of the bias: [programs, TAPS, D]."""
     d_blocks: tl.constexpr = (D + D_BLOCK - 1) // D_BLOCK
     d = tl.program_id(0) % d_blocks * D_BLOCK + tl.arange(0, D_BLOCK)
     part = tl.program_id(0) // d_blocks
@@ -155,25 +158,55 @@ def _backward(
     for tile in range(first_tile, tl.minimum(first_tile + TILES, tl.cdiv(T, ROWS))):
         t = tile * ROWS + tl.arange(0, ROWS)
         t_ok = t < T
-        first, stop, state_row = _sequence(t, t_ok, b, T, first_ptr, index_ptr, PACKED)
+        first, _stop, state_row = _sequence(t, t_ok, b, T, first_ptr, index_ptr, PACKED)
         dz = _slope(x_ptr, w_ptr, bias_ptr, start_ptr, dy_ptr, t, t_ok, first, state_row, d, d_ok, x_t, x_d, dy_t,
                     dy_d, W, D, ROWS, D_BLOCK, HAS_BIAS, SILU, HAS_STATE)  # fmt: skip
+        if STORE:
+            spot = dz_ptr + (b * T + t)[:, None] * D + d[None, :]
+            tl.store(spot, dz.to(dz_ptr.dtype.element_ty), mask=t_ok[:, None] & d_ok[None, :])
         dw += tl.where((tap == W)[:, None], tl.sum(dz, 0)[None, :], 0.0)
-        dx = tl.zeros([ROWS, D_BLOCK], tl.float32)
-        for lag in tl.static_range(W):
-            x = _inputs(x_ptr, start_ptr, t, t_ok, -lag, first, state_row, d, d_ok, x_t, x_d, W, D, HAS_STATE)
-            dw += tl.where((tap == W - 1 - lag)[:, None], tl.sum(dz * x, 0)[None, :], 0.0)
-            w = tl.load(w_ptr + d * W + (W - 1 - lag), mask=d_ok, other=0.0)
-            later = dz
-            if lag > 0:
-                later = _slope(x_ptr, w_ptr, bias_ptr, start_ptr, dy_ptr, t + lag, t_ok & (t + lag < stop), first,
-                               state_row, d, d_ok, x_t, x_d, dy_t, dy_d, W, D, ROWS, D_BLOCK, HAS_BIAS, SILU,
-                               HAS_STATE)  # fmt: skip
-            dx += w[None, :] * later
-        spot = dx_ptr + (b * T + t)[:, None] * D + d[None, :]
-        tl.store(spot, dx.to(dx_ptr.dtype.element_ty), mask=t_ok[:, None] & d_ok[None, :])
+        for i in tl.static_range(W):
+            x = _inputs(x_ptr, start_ptr, t, t_ok, i - W + 1, first, state_row, d, d_ok, x_t, x_d, W, D, HAS_STATE)
+            dw += tl.where((tap == i)[:, None], tl.sum(dz * x, 0)[None, :], 0.0)
     spot = dw_ptr + (part.to(tl.int64) * TAPS + tap)[:, None] * D + d[None, :]
     tl.store(spot, dw, mask=d_ok[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def _spread(
+    dz_ptr,
+    w_ptr,
+    first_ptr,
+    index_ptr,
+    dx_ptr,
+    T,
+    dz_b,
+    dz_t,
+    dz_d,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """dx: an input meets the outputs of its own token and of the W - 1 after it in its sequence."""
+    d_blocks: tl.constexpr = (D + D_BLOCK - 1) // D_BLOCK
+    d = tl.program_id(0) % d_blocks * D_BLOCK + tl.arange(0, D_BLOCK)
+    tiles = tl.cdiv(T, ROWS)
+    t = tl.program_id(0) // d_blocks % tiles * ROWS + tl.arange(0, ROWS)
+    b = (tl.program_id(0) // d_blocks // tiles).to(tl.int64)
+    t_ok = t < T
+    d_ok = d < D
+    dz_ptr += b * dz_b
+    _first, stop, _row = _sequence(t, t_ok, b, T, first_ptr, index_ptr, PACKED)
+    dx = tl.zeros([ROWS, D_BLOCK], tl.float32)
+    for lag in tl.static_range(W):
+        later = t + lag
+        spot = dz_ptr + later.to(tl.int64)[:, None] * dz_t + d[None, :] * dz_d
+        dz = tl.load(spot, mask=(t_ok & (later < stop))[:, None] & d_ok[None, :], other=0.0).to(tl.float32)
+        dx += tl.load(w_ptr + d * W + (W - 1 - lag), mask=d_ok, other=0.0)[None, :] * dz
+    spot = dx_ptr + (b * T + t)[:, None] * D + d[None, :]
+    tl.store(spot, dx.to(dx_ptr.dtype.element_ty), mask=t_ok[:, None] & d_ok[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -257,19 +290,27 @@ def backward(
     silu: bool,
     sequences: Sequences,
     dy: Tensor,
+    want_dx: bool,
     want_dstart: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
     """Gradients of x, the weight, the bias and the state."""
     (B, T, D), W = x.shape, w.shape[1]
     taps, parts = triton.next_power_of_2(W + 1), B * triton.cdiv(T, ROWS * TILES)
-    dx = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
+    dz = torch.empty(B, T, D, dtype=x.dtype, device=x.device) if want_dx and silu else dy
     dw = torch.empty(parts, taps, D, dtype=torch.float32, device=x.device)
     options = _options(w, bias, silu, sequences)
     strides = (*x.stride(), *dy.stride())
     _backward[(_blocks(D) * parts,)](
-        x, w, bias, start, sequences.first, sequences.index, dy, dx, dw, T, *strides, **options,
-        TAPS=taps, TILES=TILES, HAS_STATE=start is not None, num_warps=4,
+        x, w, bias, start, sequences.first, sequences.index, dy, dz, dw, T, *strides, **options,
+        TAPS=taps, TILES=TILES, HAS_STATE=start is not None, STORE=dz is not dy, num_warps=4,
     )  # fmt: skip
+    dx = None
+    if want_dx:
+        dx = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
+        _spread[(_blocks(D) * B * triton.cdiv(T, ROWS),)](
+            dz, w, sequences.first, sequences.index, dx, T, *dz.stride(), D=D, W=W, ROWS=ROWS, D_BLOCK=_d_block(D),
+            PACKED=sequences.first is not None, num_warps=4,
+        )  # fmt: skip
     dstart = None
     if start is not None and want_dstart:
         dstart = torch.empty_like(start)

@@ -36,7 +36,7 @@ def _(
     "linearize::short_conv_backward",
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? start, bool silu, Tensor? cu_seqlens, Tensor dy, "
-    "bool want_dstart) -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool want_dx, bool want_dstart) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward_op(
     x: Tensor,
@@ -46,12 +46,14 @@ def _backward_op(
     silu: bool,
     cu_seqlens: Tensor | None,
     dy: Tensor,
+    want_dx: bool,
     want_dstart: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with on_device(x):
         sequences = Sequences(x.shape[1], cu_seqlens)
-        dx, dw, dbias, dstart = backward(x, weight, bias, start, silu, sequences, dy, want_dstart)
-    return dx, dw, dbias, x.new_empty(0, dtype=torch.float32) if dstart is None else dstart
+        dx, dw, dbias, dstart = backward(x, weight, bias, start, silu, sequences, dy, want_dx, want_dstart)
+    no_state = x.new_empty(0, dtype=torch.float32)
+    return x.new_empty(0) if dx is None else dx, dw, dbias, no_state if dstart is None else dstart
 
 
 @_backward_op.register_fake
@@ -63,11 +65,13 @@ def _(
     silu: bool,
     cu_seqlens: Tensor | None,
     dy: Tensor,
+    want_dx: bool,
     want_dstart: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     no_state = x.new_empty(0, dtype=torch.float32)
     dstart = torch.empty_like(start) if start is not None and want_dstart else no_state
-    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(weight.shape[0]), dstart
+    dx = x.new_empty(x.shape if want_dx else 0)
+    return dx, torch.empty_like(weight), weight.new_empty(weight.shape[0]), dstart
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -77,9 +81,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias, start, cu_seqlens = ctx.saved_tensors
-    want_dstart = ctx.needs_input_grad[3]
-    dx, dw, dbias, dstart = _backward_op(x, weight, bias, start, ctx.silu, cu_seqlens, dy, want_dstart)
-    return dx, dw, dbias if bias is not None else None, dstart if want_dstart else None, None, None
+    want_dx, want_dstart = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
+    dx, dw, dbias, dstart = _backward_op(x, weight, bias, start, ctx.silu, cu_seqlens, dy, want_dx, want_dstart)
+    dbias = dbias if bias is not None else None
+    return dx if want_dx else None, dw, dbias, dstart if want_dstart else None, None, None
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)

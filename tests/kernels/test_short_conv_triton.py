@@ -59,6 +59,21 @@ def test_a_program_with_many_tiles():
 
 
 @interpreted
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_an_input_without_gradient_changes_no_other(activation):
+    inputs = draw_inputs(4, 2, 37, 6, 4)
+    dy = torch.randn(2, 37, 6)
+    found = []
+    for trains in (True, False):
+        leaves = {name: x.float().requires_grad_(trains or name != "x") for name, x in inputs.items()}
+        (short_conv(**leaves, activation=activation, backend="triton")[0] * dy).sum().backward()
+        assert (leaves["x"].grad is not None) == trains
+        found.append([leaves[name].grad for name in ("weight", "bias")])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs) and ours.any()
+
+
+@interpreted
 def test_strided_and_half():
     x = draw_inputs(3, 2, 9, 6, 3, states=2)
     strided = {
