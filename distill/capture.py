@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from linearize.convert.attention_spec import find_layers
 from linearize.convert.mixers.base import Mixer, Rope
 from linearize.convert.surgery import student_mixers
+from linearize.distill.compiled import as_written
 from linearize.distill.reference import Reference, last_hidden
 
 
@@ -50,30 +51,58 @@ class Seen:
         return self.arguments.get("cu_seq_lens_q")
 
 
-def watch_attention(reference: Reference, input_ids: torch.Tensor) -> dict[int, Seen]:
-    """Run the teacher over `input_ids` `[B, T]`; what the attention saw in each layer that has a mixer now."""
+def watch_attention(reference: Reference, input_ids: torch.Tensor, heads: bool = False) -> dict[int, Seen]:
+    """Run the teacher over `input_ids` `[B, T]`; what the attention saw in each layer that has a mixer now.
+
+    Args:
+        heads: whether its heads are wanted too, which hooks inside the attention take.
+    """
     seen: dict[int, Seen] = {}
-    with ExitStack() as stack, reference.model() as model:
+    with ExitStack() as stack, reference.model() as model, as_written() if heads else nullcontext():
         inside = model is reference.student
         layers, name = find_layers(model, model.config)
-        for mixer in student_mixers(reference.student):
+        mixers = student_mixers(reference.student)
+        for mixer in mixers:
             index = mixer.layer_idx
             attention = mixer.attention if inside else getattr(layers[index], name)
             watch(stack, attention, lambda call, index=index: seen.__setitem__(index, call))  # type: ignore[misc]
-            projected: list[torch.Tensor] = []
-            projection = getattr(attention, mixer.spec.output_name)
-            handle = projection.register_forward_pre_hook(lambda _, args, into=projected: into.append(args[0]))
-            stack.callback(handle.remove)
-            stack.callback(_add_heads, seen, index, projected, mixer.spec.num_heads)
+            if heads:
+                _watch_heads(stack, getattr(attention, mixer.spec.output_name), seen, mixer)
             if mixer.reads_stream:
                 _watch_stream(stack, layers[index], seen, index)
+        for block in layers[max((mixer.layer_idx for mixer in mixers), default=0) :]:  # read by no mixer
+            _skip_mlp(stack, block)
         last_hidden(model, input_ids)
     return seen
 
 
-def _add_heads(seen: dict[int, Seen], index: int, projected: list[torch.Tensor], num_heads: int) -> None:
-    if index in seen:
-        seen[index].heads = projected[0].unflatten(-1, (num_heads, -1))
+def _watch_heads(stack: ExitStack, projection: nn.Module, seen: dict[int, Seen], mixer: Mixer) -> None:
+    projected: list[torch.Tensor] = []
+
+    def add() -> None:
+        if mixer.layer_idx in seen:
+            seen[mixer.layer_idx].heads = projected[0].unflatten(-1, (mixer.spec.num_heads, -1))
+
+    stack.callback(projection.register_forward_pre_hook(lambda _, args: projected.append(args[0])).remove)
+    stack.callback(add)
+
+
+def _skip_mlp(stack: ExitStack, block: nn.Module) -> None:
+    """Until `stack` closes, a dense MLP gives back what it reads: for blocks whose output nobody looks at."""
+    mlp = getattr(block, "mlp", None)
+    if not isinstance(getattr(mlp, "down_proj", None), nn.Linear):
+        return
+    assert mlp is not None
+    own = vars(mlp).get("forward")
+    mlp.forward = lambda hidden_states: hidden_states
+    stack.callback(_restore, mlp, own)
+
+
+def _restore(module: nn.Module, own: Any) -> None:
+    """Give a module back the `forward` that it had of its own, if any."""
+    del module.forward
+    if own is not None:
+        module.forward = own
 
 
 def _watch_stream(stack: ExitStack, block: nn.Module, seen: dict[int, Seen], index: int) -> None:

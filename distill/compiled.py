@@ -1,4 +1,4 @@
-"""What trains, through torch.compile: it fuses the elementwise work between the kernels and matrix products.
+"""What a training step runs, through torch.compile: it fuses the elementwise work between kernels and matrix products.
 
 The kernels themselves are custom operators, which it calls and does not look into. Whole blocks are not compiled: stages
 watch the attention inside them with hooks of their own for every step, which a compiled block would not see.
@@ -6,33 +6,75 @@ watch the attention inside them with hooks of their own for every step, which a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from linearize.convert.attention_spec import find_layers
+from linearize.convert.mixers import Mixer
 from linearize.convert.surgery import student_mixers
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+_functions: dict[Any, Any] | None = None
+"""Inside `compiled`: what became of `compilable` functions."""
 
 
 @contextmanager
 def compiled(student: PreTrainedModel | None, wanted: bool = True) -> Iterator[None]:
-    """Context: every mixer's `mix` and every MLP's `forward` run through torch.compile.
+    """Context: mixers (`mix_and_project`), the teacher's attention, kept attention and MLPs run through torch.compile,
+    and so do `compilable` functions.
 
     Each is one graph, which layers of the same kind share.
     """
+    global _functions
     if student is None or not wanted:
         yield
         return
-    mlps = [getattr(block, "mlp", None) for block in find_layers(student, student.config)[0]]
-    parts: list[tuple[nn.Module, str]] = [(mixer, "mix") for mixer in student_mixers(student)]
-    parts += [(mlp, "forward") for mlp in mlps if isinstance(mlp, nn.Module)]
+    parts = list(_parts(student))
     for module, method in parts:
         module.__dict__[method] = torch.compile(getattr(module, method))
+    before, _functions = _functions, {}
     try:
         yield
     finally:
+        _functions = before
         for module, method in parts:
             del module.__dict__[method]
+
+
+def _parts(student: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
+    blocks, name = find_layers(student, student.config)
+    for mixer in student_mixers(student):
+        yield mixer, "mix_and_project"
+    for block in blocks:
+        attention: Any = getattr(block, name)
+        yield attention.attention if isinstance(attention, Mixer) else attention, "forward"
+    for block in blocks:
+        mlp = getattr(block, "mlp", None)
+        if isinstance(mlp, nn.Module):
+            yield mlp, "forward"
+
+
+def compilable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorator: the function runs through torch.compile inside `compiled`."""
+    @functools.wraps(function)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if _functions is None:
+            return function(*args, **kwargs)
+        if function not in _functions:
+            _functions[function] = torch.compile(function)
+        return _functions[function](*args, **kwargs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def as_written() -> AbstractContextManager[Any]:
+    """Context: nothing runs compiled, so that hooks inside compiled parts are called."""
+    return torch.compiler.set_stance("force_eager") if _functions is not None else nullcontext()

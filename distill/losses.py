@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from linearize.distill.compiled import compilable
 from linearize.distill.processes import common
 
 
@@ -14,11 +15,15 @@ def normalized_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
     While several processes share a batch, `‖target‖²` is that of the whole batch (see `common`).
     """
+    return _scaled_error(output, target, common(_squares(target)).clamp_min(1e-12).reciprocal())
+
+
+@compilable
+def _scaled_error(output: torch.Tensor, target: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`scale ‖output - target‖²`."""
     if output.dtype == target.dtype and output.dtype in (torch.bfloat16, torch.float16):
-        scale = common(_squares(target)).clamp_min(1e-12).reciprocal()
         return _Error16.apply(output, target, scale)  # type: ignore[no-untyped-call, no-any-return]
-    target = target.float()
-    return (output.float() - target).square().sum() / common(target.square().sum()).clamp_min(1e-12)
+    return (output.float() - target.float()).square().sum() * scale
 
 
 class _Error16(torch.autograd.Function):

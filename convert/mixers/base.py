@@ -165,6 +165,19 @@ class Mixer(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} must implement mix()")
 
+    def mix_and_project(
+        self,
+        hidden_states: torch.Tensor,
+        rope: Rope | None,
+        padding_mask: torch.Tensor | None,
+        state: State | None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, State]:
+        """Arguments as `mix`; returns its heads in the model's dtype, their output `[B, T, D]`, and the state."""
+        heads, state = self.mix(hidden_states, rope, padding_mask, state, cu_seqlens)
+        heads = heads.to(hidden_states.dtype)
+        return heads, self.output(heads), state
+
     @contextmanager
     def in_stream(self, stream: torch.Tensor | None) -> Iterator[None]:
         """Context: `mix` works as in a block that `stream` `[B, T, D]` entered; only of use if it `reads_stream`."""
@@ -236,7 +249,7 @@ class Mixer(nn.Module):
         if padding_mask is not None:
             padding_mask = padding_mask[:, -tokens:].bool()
         state = layer.state if layer is not None else None
-        heads, state = self.mix(hidden_states, position_embeddings, padding_mask, state, cu_seq_lens_q)
+        _, output, state = self.mix_and_project(hidden_states, position_embeddings, padding_mask, state, cu_seq_lens_q)
         if layer is not None:
             layer.advance(state, tokens)
-        return self.output(heads.to(hidden_states.dtype)), None
+        return output, None

@@ -76,8 +76,7 @@ class Transfer(AdapterStage):
         """
         rope, stream = seen.rope, seen.stream if self.teacher_forced else mixer.stream
         with torch.enable_grad(), self._dropped(mixer), mixer.in_stream(stream):
-            heads, _ = mixer.mix(hidden_states, rope, None, None, seen.cu_seqlens)
-            output = mixer.output(heads.to(hidden_states.dtype))
+            heads, output, _ = mixer.mix_and_project(hidden_states, rope, None, None, seen.cu_seqlens)
             further = mixer.further_outputs()
             mine, target = ([output, *further], seen.output) if self.at == "output" else ([heads], seen.heads)
             assert target is not None
@@ -120,7 +119,7 @@ class TransferObjective(nn.Module):
         """batch as `token_ids` -> scalar loss, differentiable in the mixers' tensors."""
         input_ids = token_ids(batch)
         mixers = student_mixers(self.student)
-        seen = watch_attention(self.reference, input_ids)
+        seen = watch_attention(self.reference, input_ids, heads=self.settings.at == "heads")
         losses: list[torch.Tensor] = []
 
         def error(mixer: Mixer, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:

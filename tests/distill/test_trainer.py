@@ -56,8 +56,10 @@ def test_gradient_checkpointing_makes_activations_again_and_is_off_afterwards(tm
     assert counts == {False: 2, True: 3}  # the teacher's pass, the student's, and the student's again
 
 
-@pytest.mark.parametrize("kind", ["lora", "transfer"])
-def test_compiled_mixers_and_mlps_learn_the_same(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stage", [{"kind": "lora"}, {"kind": "transfer"}, {"kind": "transfer", "at": "heads"}], ids=str)
+def test_compiled_parts_learn_the_same(
+    stage: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled: list[str] = []
 
     def compile_eagerly(function: Any, compile: Any = torch.compile) -> Any:
@@ -67,12 +69,15 @@ def test_compiled_mixers_and_mlps_learn_the_same(kind: str, tmp_path: Path, monk
     monkeypatch.setattr(torch, "compile", compile_eagerly)
     losses = []
     for name, wanted in (("plain", False), ("compiled", True)):
-        work = bench({"kind": kind, "rank": 4}, tmp_path, "llama", num_hidden_layers=1)
+        work = bench({**stage, "rank": 4}, tmp_path, "llama", num_hidden_layers=1)
         config = LoopConfig(3, 2, 0, compile=wanted)
-        log = train(kind, work.part.objective, work.part.groups, DATA, config, tmp_path / f"{name}.safetensors")
+        log = train(stage["kind"], work.part.objective, work.part.groups, DATA, config, tmp_path / f"{name}.safetensors")
         losses.append(log.losses)
-        assert not any({"mix", "forward"} & set(vars(module)) for module in work.student.modules())
-    assert compiled == ["mix", "forward"] and losses[1] == pytest.approx(losses[0], rel=1e-5)
+        assert not any({"mix_and_project", "forward"} & set(vars(module)) for module in work.student.modules())
+        assert not any("forward" in vars(mixer.attention) for mixer in work.student.mixers)
+    error = ["_scaled_error"] if stage["kind"] == "transfer" else []
+    assert compiled == ["mix_and_project", "forward", "forward", *error]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_loss_that_is_not_finite_names_step_and_layer_and_keeps_the_batch(tmp_path: Path) -> None:
