@@ -64,6 +64,7 @@ def _parts(student: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
 
 def compilable(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Decorator: the function runs through torch.compile inside `compiled`."""
+
     @functools.wraps(function)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         if _functions is None:

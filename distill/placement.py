@@ -38,7 +38,7 @@ class Placement:
         self.objective = objective
         self.named: dict[str, torch.Tensor] = {n: p for group in groups for n, p in group["params"].items()}
         self.device = next(iter(self.named.values())).device
-        self.optimizer = adamw(groups)
+        self.optimizer = adamw(groups, fused=self.device.type == "cuda")
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -48,10 +48,18 @@ class Placement:
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def step(self, clip: float) -> torch.Tensor:
-        """Update; returns the norm of the gradient before it was cut to `clip`. Nothing moves if it is not finite."""
+    def step(self, clip: float, loss: torch.Tensor) -> torch.Tensor:
+        """Update; returns the norm of the gradient before it was cut to `clip`.
+
+        Nothing moves if it or the step's `loss` is not finite. A fused optimizer finds that out by itself, so that the
+        host need not wait for either number before it hands out the update's work.
+        """
         norm = self.clip(clip)
-        if norm.isfinite():
+        finite = norm.isfinite() & loss.isfinite()
+        if self.optimizer.defaults["fused"]:
+            self.optimizer.found_inf = 1.0 - finite.float()
+            self.optimizer.step()
+        elif finite:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
@@ -68,9 +76,12 @@ class Placement:
         """Continue from the moments of a saved state."""
         for name, saved in moments.items():
             tensor = self.named[name]
-            self.optimizer.state[tensor] = {
+            state = {
                 key: saved[key] if key == "step" else self.part(saved[key], tensor) for key in MOMENTS if key in saved
             }
+            if "step" in state and self.optimizer.defaults["fused"]:
+                state["step"] = state["step"].to(tensor.device)
+            self.optimizer.state[tensor] = state
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that may lie in pieces, gathered."""
@@ -101,12 +112,13 @@ class Replicated(Placement):
             yield
 
 
-def adamw(groups: Groups) -> torch.optim.AdamW:
-    """The optimizer of all stages."""
+def adamw(groups: Groups, fused: bool = False) -> torch.optim.AdamW:
+    """The optimizer of all stages; fused, it is one kernel that counts its steps on the GPU."""
     return torch.optim.AdamW(
         [{**group, "params": list(group["params"].values()), "peak": group["lr"]} for group in groups],
         betas=(0.9, 0.95),
         weight_decay=0.0,
+        fused=fused or None,
     )
 
 

@@ -165,10 +165,13 @@ class _Loop:
                 loss = self.loss(part) * part.weight
                 placement.backward(loss)
             total += loss.detach()
-        value = float(processes.summed(total) / processes.count())
-        norm = float(placement.step(config.clip)) if math.isfinite(value) else value
+        mean = processes.summed(total) / processes.count()
+        norm = placement.step(config.clip, mean)
+        value = float(mean)
+        if not math.isfinite(value):
+            self.stop(step, batch, parts, "loss", value)
         if not math.isfinite(norm):
-            self.stop(step, batch, parts, "gradient" if math.isfinite(value) else "loss", norm)
+            self.stop(step, batch, parts, "gradient", float(norm))
         return value
 
     def loss(self, part: Part) -> torch.Tensor:

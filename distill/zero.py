@@ -40,7 +40,7 @@ class Zero(Placement):
     def backward(self, loss: torch.Tensor) -> None:
         self.accelerator.backward(loss)  # takes the step too, after the last micro-batch
 
-    def step(self, clip: float) -> torch.Tensor:
+    def step(self, clip: float, loss: torch.Tensor) -> torch.Tensor:
         norm = self.objective.get_global_grad_norm()  # type: ignore[operator]
         return torch.as_tensor(0.0 if norm is None else norm)
 

@@ -162,7 +162,7 @@ class Bench:
 
 
 Work = tuple[Callable[[int], list[Any]], Flops, int]
-"""One step, which returns its points in time: start, after forward, backward and update. Its FLOPs, what trains."""
+"""One step, which returns its points in time: start, and those between its pieces. Its FLOPs, what trains."""
 
 
 def _trained(bench: Bench, stage: Stage, needs: Callable[[], Flops], folder: Path, held: list[int]) -> Work:
@@ -176,9 +176,9 @@ def _trained(bench: Bench, stage: Stage, needs: Callable[[], Flops], folder: Pat
         marks.append(bench.mark())
         placement.backward(loss)
         marks.append(bench.mark())
-        float(loss.detach())  # the trainer reads it every step
-        placement.step(_CLIP)
-        return [*marks, bench.mark()]
+        norm = placement.step(_CLIP, loss.detach())
+        float(loss.detach()), float(norm)  # the trainer reads both in every step
+        return marks
 
     return step, needs(), sum(p.numel() for p in placement.named.values())
 
@@ -188,7 +188,7 @@ def _forward(bench: Bench, as_its_teacher: bool, needs: Flops) -> Work:
         start = bench.mark()
         with torch.no_grad(), as_teacher(bench.student) if as_its_teacher else nullcontext():
             last_hidden(bench.student, bench.batch(number))
-        return [start, bench.mark()]
+        return [start]
 
     return step, needs, 0
 
@@ -269,9 +269,11 @@ def _row(bench: Bench, name: str, rate: float, folder: Path) -> StepRow:
     bench.wait()
     base = bench.allocated()
     with peak_memory(bench.device) as peak:
-        marks = [step(settings.warmup + number) for number in range(settings.steps)]
+        marks = [step(settings.warmup + number) for number in range(settings.steps + 1)]
         bench.wait()
-    pieces = [[bench.between(a, b) for a, b in pairwise(points)] for points in marks]
+    # A step ends where the next one begins: what the GPU waits for the host belongs to it.
+    steps = [[*points, following[0]] for points, following in pairwise(marks)]
+    pieces = [[bench.between(a, b) for a, b in pairwise(points)] for points in steps]
     ms = statistics.median(map(sum, pieces))
     forward, backward, update = ([statistics.median(piece) for piece in zip(*pieces, strict=True)] + [0.0, 0.0])[:3]
     tokens = settings.batch_size * settings.context

@@ -18,6 +18,7 @@ from linearize.distill import loss_log
 from linearize.distill.conversations import Examples
 from linearize.distill.layout import IGNORED
 from linearize.distill.loss_log import COLUMNS, read_rows
+from linearize.distill.placement import Placement, adamw
 from linearize.distill.trainer import LoopConfig, NonFiniteLoss, parts_of, train
 from tests.processes import DATA, bench, results, train_stage
 
@@ -56,10 +57,10 @@ def test_gradient_checkpointing_makes_activations_again_and_is_off_afterwards(tm
     assert counts == {False: 2, True: 3}  # the teacher's pass, the student's, and the student's again
 
 
-@pytest.mark.parametrize("stage", [{"kind": "lora"}, {"kind": "transfer"}, {"kind": "transfer", "at": "heads"}], ids=str)
-def test_compiled_parts_learn_the_same(
-    stage: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "stage", [{"kind": "lora"}, {"kind": "transfer"}, {"kind": "transfer", "at": "heads"}], ids=str
+)
+def test_compiled_parts_learn_the_same(stage: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 
     def compile_eagerly(function: Any, compile: Any = torch.compile) -> Any:
@@ -71,7 +72,9 @@ def test_compiled_parts_learn_the_same(
     for name, wanted in (("plain", False), ("compiled", True)):
         work = bench({**stage, "rank": 4}, tmp_path, "llama", num_hidden_layers=1)
         config = LoopConfig(3, 2, 0, compile=wanted)
-        log = train(stage["kind"], work.part.objective, work.part.groups, DATA, config, tmp_path / f"{name}.safetensors")
+        log = train(
+            stage["kind"], work.part.objective, work.part.groups, DATA, config, tmp_path / f"{name}.safetensors"
+        )
         losses.append(log.losses)
         assert not any({"mix_and_project", "forward"} & set(vars(module)) for module in work.student.modules())
         assert not any("forward" in vars(mixer.attention) for mixer in work.student.mixers)
@@ -119,6 +122,36 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteLoss, match="the gradient is nan at step 0, behind the layers; no state was saved yet"):
         train("test", objective, groups, DATA, LoopConfig(5, 2, 0, save_every=1), tmp_path / "s.safetensors")
     assert torch.equal(objective.weight, torch.ones(3))
+
+
+@pytest.mark.parametrize("bad", [None, "loss", "gradient"])
+def test_the_fused_update_is_the_plain_one_and_skips_what_is_not_finite(
+    bad: str | None,
+) -> None:
+    found = []
+    for fused in (False, True):
+        weights = {name: torch.nn.Parameter(torch.linspace(-1, 1, n)) for name, n in (("a", 3), ("b", 5))}
+        placement = Placement(torch.nn.Module(), [{"params": weights, "lr": 0.1}])
+        placement.optimizer = adamw([{"params": weights, "lr": 0.1}], fused)
+        for step in range(4):
+            loss = sum(((weight - step) ** 3).sum() for weight in weights.values())
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()
+            if step == 2 and bad == "gradient":
+                weights["b"].grad.fill_(torch.nan)  # type: ignore[union-attr]
+            before = [weight.detach().clone() for weight in weights.values()]
+            placement.step(1.0, loss.detach() * (torch.inf if step == 2 and bad == "loss" else 1))
+            moved = [not torch.equal(a, b) for a, b in zip(before, weights.values(), strict=True)]
+            assert moved == [step != 2 or bad is None] * 2
+            if step == 1:  # the state goes through a file, and on
+                placement.load_moments(placement.moments())
+        moments = placement.moments()
+        assert {float(state["step"]) for state in moments.values()} == {4 if bad is None else 3}
+        found.append(
+            [*weights.values(), *(moments[name][key] for name in weights for key in ("exp_avg", "exp_avg_sq"))]
+        )
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-7)
 
 
 class _Slope(torch.nn.Module):
