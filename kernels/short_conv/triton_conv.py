@@ -20,6 +20,7 @@ from torch import Tensor
 
 ROWS = 32  # of a tile
 TILES = 8  # a backward program's tiles along time
+WARPS = 4
 
 
 @triton.jit
@@ -277,7 +278,7 @@ def forward(
     y = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
     _forward[(_blocks(D) * B * triton.cdiv(T, ROWS),)](
         x, w, bias, start, sequences.first, sequences.index, y, T, *x.stride(), **_options(w, bias, silu, sequences),
-        HAS_STATE=start is not None, num_warps=4,
+        HAS_STATE=start is not None, num_warps=WARPS,
     )  # fmt: skip
     return y
 
@@ -302,14 +303,14 @@ def backward(
     strides = (*x.stride(), *dy.stride())
     _backward[(_blocks(D) * parts,)](
         x, w, bias, start, sequences.first, sequences.index, dy, dz, dw, T, *strides, **options,
-        TAPS=taps, TILES=TILES, HAS_STATE=start is not None, STORE=dz is not dy, num_warps=4,
+        TAPS=taps, TILES=TILES, HAS_STATE=start is not None, STORE=dz is not dy, num_warps=WARPS,
     )  # fmt: skip
     dx = None
     if want_dx:
         dx = torch.empty(B, T, D, dtype=x.dtype, device=x.device)
         _spread[(_blocks(D) * B * triton.cdiv(T, ROWS),)](
             dz, w, sequences.first, sequences.index, dx, T, *dz.stride(), D=D, W=W, ROWS=ROWS, D_BLOCK=_d_block(D),
-            PACKED=sequences.first is not None, num_warps=4,
+            PACKED=sequences.first is not None, num_warps=WARPS,
         )  # fmt: skip
     dstart = None
     if start is not None and want_dstart:
@@ -317,7 +318,7 @@ def backward(
         options["ROWS"] = triton.next_power_of_2(W)
         if start.numel() > 0:
             _state_backward[(_blocks(D) * start.shape[0],)](
-                x, w, bias, start, sequences.first, dy, dstart, T, *strides, **options, num_warps=4
+                x, w, bias, start, sequences.first, dy, dstart, T, *strides, **options, num_warps=WARPS
             )
     total = dw.sum(0)
     return dx, total[:W].T.clone(memory_format=torch.contiguous_format), total[W].clone(), dstart

@@ -45,7 +45,8 @@ def compare(x: list[Tensor], **options: Any) -> None:
     expected, ours = run(x, "chunked", True, **options), run(x, "triton", False, **options)
     names = ("o", "q", "k", "v", "keys", "values", "offset")
     errors = {
-        name: float((a.double() - b).norm() / b.norm().clamp_min(1e-3))
+        # Of a lone key, gradients of q and k are 0, and what stays of the terms that cancel is relative to those.
+        name: float((a.double() - b).norm() / b.norm().clamp_min(1.0))
         for name, a, b in zip(names, ours, expected, strict=True)
     }
     errors["offset"] /= 5  # a sum over all queries, in which errors stay and values cancel
