@@ -24,6 +24,7 @@ from linearize.convert.calibration import CalibrationSample, attention_logits, l
 from linearize.convert.mixers.base import Mixer, MixerOptions, Rope
 from linearize.convert.mixers.parts import Linear, is_step
 from linearize.convert.mixers.window import window_bytes, window_mix
+from linearize.kernels.branch_join import branch_join
 from linearize.kernels.linear_attention import linear_attention, linear_attention_step
 
 
@@ -195,9 +196,9 @@ class Branch(nn.Module):
         """Heads without a window."""
         return self.scale * y
 
-    def forward(self, y: torch.Tensor, window: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        """Heads beside a window; all `[B, T, H, V]`, share `[B, T, H, 1]`."""
-        return torch.addcmul(window, share, torch.addcmul(self.scale * y, self.window_part, window, value=-1))
+    def forward(self, y: torch.Tensor, window: torch.Tensor, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """Heads beside a window `[B, T, H, V]`; y and window of that shape, x and lse as for `share`."""
+        return branch_join(y, window, self.log_mass(x) - lse, self.scale, self.window_part)
 
 
 class Hybrid(Mixer):
@@ -255,7 +256,7 @@ class Hybrid(Mixer):
                 return self.branch.alone(y), new_state
             q, k = self.rotate(q, k, rope)
             window, lse, window_state = window_mix(self.spec, self.window, q, k, v, padding_mask, state, cu_seqlens)
-            heads = self.branch(y, window, self.branch.share(tokens.x, lse))
+            heads = self.branch(y, window, tokens.x, lse)
         if self.use != "both":
             heads = window if self.use == "window" else self.branch.alone(y)
         return heads, {**new_state, **window_state}

@@ -55,11 +55,8 @@ class Halves(Branch):
     def alone(self, y: torch.Tensor) -> torch.Tensor:
         return y
 
-    def share(self, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        return lse.new_full((), 0.5)  # filled there: a number from the host would be waited for
-
-    def forward(self, y: torch.Tensor, window: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        return torch.lerp(window.to(y.dtype), y, share.to(y.dtype))
+    def forward(self, y: torch.Tensor, window: torch.Tensor, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        return torch.lerp(window.to(y.dtype), y, 0.5)
 
 
 @register

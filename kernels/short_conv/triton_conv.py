@@ -114,6 +114,12 @@ def _slope(x_ptr, w_ptr, bias_ptr, start_ptr, dy_ptr, t, t_ok, first, state_row,
     return dz
 
 
+@triton.jit
+def _place(dw, tap, i: tl.constexpr, rows):
+    """dw with the sum of the rows in tap i."""
+    return dw + tl.where((tap == i)[:, None], tl.sum(rows, 0)[None, :], 0.0)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _backward(
     x_ptr,
@@ -155,6 +161,9 @@ def _backward(
     dy_ptr += b * dy_b
     tap = tl.arange(0, TAPS)
     dw = tl.zeros([TAPS, D_BLOCK], tl.float32)
+    # Of the first four taps and the bias, summed over the rows once, at the end: a sum over threads costs more than this.
+    dw0 = tl.zeros([ROWS, D_BLOCK], tl.float32)
+    dw1, dw2, dw3, db = dw0, dw0, dw0, dw0
     first_tile = part % parts * TILES
     for tile in range(first_tile, tl.minimum(first_tile + TILES, tl.cdiv(T, ROWS))):
         t = tile * ROWS + tl.arange(0, ROWS)
@@ -165,10 +174,30 @@ def _backward(
         if STORE:
             spot = dz_ptr + (b * T + t)[:, None] * D + d[None, :]
             tl.store(spot, dz.to(dz_ptr.dtype.element_ty), mask=t_ok[:, None] & d_ok[None, :])
-        dw += tl.where((tap == W)[:, None], tl.sum(dz, 0)[None, :], 0.0)
+        if HAS_BIAS:
+            db += dz
         for i in tl.static_range(W):
             x = _inputs(x_ptr, start_ptr, t, t_ok, i - W + 1, first, state_row, d, d_ok, x_t, x_d, W, D, HAS_STATE)
-            dw += tl.where((tap == i)[:, None], tl.sum(dz * x, 0)[None, :], 0.0)
+            if i == 0:
+                dw0 += dz * x
+            elif i == 1:
+                dw1 += dz * x
+            elif i == 2:
+                dw2 += dz * x
+            elif i == 3:
+                dw3 += dz * x
+            else:
+                dw += tl.where((tap == i)[:, None], tl.sum(dz * x, 0)[None, :], 0.0)
+    dw = _place(dw, tap, W, db)
+    for i in tl.static_range(W):
+        if i == 0:
+            dw = _place(dw, tap, i, dw0)
+        elif i == 1:
+            dw = _place(dw, tap, i, dw1)
+        elif i == 2:
+            dw = _place(dw, tap, i, dw2)
+        elif i == 3:
+            dw = _place(dw, tap, i, dw3)
     spot = dw_ptr + (part.to(tl.int64) * TAPS + tap)[:, None] * D + d[None, :]
     tl.store(spot, dw, mask=d_ok[None, :])
 
