@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 32  # of a tile
-TILES = 8  # a backward program's tiles along time
-WARPS = 4
+ROWS = 16  # of a tile
+TILES = 16  # a backward program's tiles along time
+WARPS = 2
 
 
 @triton.jit
