@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from linearize.convert.mixers import MIXERS
+from linearize.convert.mixers.parts import CausalConv
 from linearize.convert.plan import KEEP, LayerPlan, Plan, make_plan
 from linearize.convert.size import cache_bytes
 from linearize.convert.surgery import build_student
@@ -27,6 +29,8 @@ class Training:
 
     Attributes:
         window: of the mixers that have one beside their recurrence; 0 tests the recurrence alone.
+        conv: taps of a causal convolution behind the embedding, which puts a key beside its value; 0 for none. Without
+            it the first layer must learn to look one token back before anything can be recalled.
         learning_rates: each is tried, best first; the best result counts, and one that reaches `enough` ends it.
         measure_every: steps between measurements of accuracy.
         enough: training stops at this accuracy.
@@ -37,6 +41,7 @@ class Training:
     width: int = 128
     heads: int = 2
     window: int = 0
+    conv: int = 4
     steps: int = 2_000
     batch_size: int = 256
     learning_rates: tuple[float, ...] = (3e-3, 1e-3)
@@ -99,7 +104,23 @@ def small_model(to: str, task: Task, training: Training) -> PreTrainedModel:
     )
     plan = make_plan(training.layers, to)
     layers = tuple(_with_window(layer, training.window) for layer in plan.layers)
-    return build_student(AutoModelForCausalLM.from_config(config), Plan(layers)).train()
+    student = build_student(AutoModelForCausalLM.from_config(config), Plan(layers)).train()
+    if training.conv:
+        student.set_input_embeddings(_ConvolvedEmbedding(task.vocabulary, training))
+    return student
+
+
+class _ConvolvedEmbedding(nn.Embedding):
+    """Token embeddings, each mixed with those before it channel by channel."""
+
+    def __init__(self, vocabulary: int, training: Training) -> None:
+        super().__init__(vocabulary, training.width)
+        self.conv = CausalConv(training.width, training.conv, bias=False)
+        nn.init.normal_(self.weight, std=training.width**-0.5)
+        nn.init.uniform_(self.conv.weight, -(training.conv**-0.5), training.conv**-0.5)  # as torch starts convolutions
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.conv(super().forward(input), None, None)[0]
 
 
 def _with_window(layer: LayerPlan, window: int) -> LayerPlan:

@@ -17,6 +17,7 @@ def bench_mqar(
     steps: Annotated[int, typer.Option(min=1, help="training steps at each learning rate")] = 2_000,
     batch_size: Annotated[int, typer.Option(min=1, help="sequences per step")] = 256,
     window: Annotated[int, typer.Option(min=0, help="softmax window beside the recurrences; 0 for none")] = 0,
+    conv: Annotated[int, typer.Option(min=0, help="taps of a convolution behind the embedding; 0 for none")] = 4,
     vocabulary: Annotated[int, typer.Option(help="tokens")] = 8_192,
     length: Annotated[int, typer.Option(help="tokens of a sequence")] = 256,
     pairs: Annotated[str, typer.Option(help="numbers of pairs to measure, divided by commas")] = "16,32,64",
@@ -44,6 +45,7 @@ def bench_mqar(
     training = Training(
         width=width,
         window=window,
+        conv=conv,
         steps=steps,
         batch_size=batch_size,
         learning_rates=rates,
