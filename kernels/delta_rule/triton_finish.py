@@ -35,6 +35,7 @@ from linearize.kernels.linear_attention.triton_common import Packing, dot_precis
 from linearize.kernels.linear_attention.triton_tiles import (
     FLOOR,
     SPAN,
+    VANISHED,
     centred,
     decay_to_end,
     find_chunk,
@@ -208,7 +209,7 @@ def _finish(
             z = tl.where(last[:, None], 0.0, e_state * k * beta[:, None])
             if DECAY == 2:
                 dg = tl.cumsum(x, 0, reverse=True) + tl.cumsum(z, 0) - z + (tl.exp(total) * through)[None, :]
-                store_tile(dg_ptr + spot, dg, ok, k_ok, EVEN, EVEN_K)
+                store_tile(dg_ptr + spot, tl.where(g < VANISHED, 0.0, dg), ok, k_ok, EVEN, EVEN_K)
             else:
                 x_sum += tl.sum(x, 1)
                 z_sum += tl.sum(z, 1)
@@ -224,7 +225,7 @@ def _finish(
     if DECAY_GRADIENT:
         if DECAY == 1:
             dg_t = tl.cumsum(x_sum, 0, reverse=True) + tl.cumsum(z_sum, 0) - z_sum + over_chunk * through_sum
-            tl.store(dg_ptr + token + row * H, dg_t, mask=ok)
+            tl.store(dg_ptr + token + row * H, tl.where(g < VANISHED, 0.0, dg_t), mask=ok)
 
 
 def finish(

@@ -24,6 +24,7 @@ from linearize.kernels.linear_attention.triton_finish import finish
 from linearize.kernels.linear_attention.triton_prepare import prepare
 from linearize.kernels.linear_attention.triton_scan import scan
 from linearize.kernels.linear_attention.triton_segments import segment_states
+from linearize.kernels.linear_attention.triton_tiles import VANISHED
 
 WIDEST_CONTRACTION = 256  # values wider than this don't fit the role of a state's rows
 
@@ -91,6 +92,7 @@ def _decay_gradient(
         last = (row == CHUNK - 1) | (t == length - 1)
         after = tl.where(last, 0.0, after)
         dg = tl.cumsum(inside + before, 0, reverse=True) + (tl.cumsum(after, 0) - after) + crossing
+        dg = tl.where(g < VANISHED, 0.0, dg)
         tl.store(dg_ptr + (batch * T + t64) * H + h, dg, mask=ok)
         crossing += tl.sum(before, 0)
 

@@ -25,6 +25,7 @@ from linearize.kernels.linear_attention.triton_common import Packing, dot_precis
 from linearize.kernels.linear_attention.triton_tiles import (
     FLOOR,
     SPAN,
+    VANISHED,
     WEAK,
     centred,
     decay_to_end,
@@ -186,6 +187,7 @@ def _finish(
                 dg = tl.cumsum(dg + x, 0, reverse=True) + tl.cumsum(z, 0) - z + (tl.exp(total) * through)[None, :]
                 if BONUS:
                     dg -= q * dq
+                dg = tl.where(g < VANISHED, 0.0, dg)
                 store_tile(dg_ptr + wide, dg, ok, k_ok, EVEN, EVEN_K)
             if BONUS:
                 u = tl.load(u_ptr + h * K + ik, mask=k_ok, other=0.0)

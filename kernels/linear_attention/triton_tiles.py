@@ -13,6 +13,9 @@ SPAN = tl.constexpr(120.0)
 WEAK = tl.constexpr(1.8e-35)  # e^-80
 # Log decays are clamped here (e^-1000 is 0), which keeps their sums exact.
 FLOOR = tl.constexpr(-1000.0)
+# A decay below this is 0 (e^-87 is the smallest normal number), and so is its gradient. The sums that the gradient is
+# made of leave a rounding error there, which a rate that grows exponentially would multiply by -log decay.
+VANISHED = tl.constexpr(-87.0)
 
 
 @triton.jit

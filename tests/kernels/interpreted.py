@@ -143,6 +143,21 @@ def test_strengths_mixed_between_chunks(bonus):
     compare(inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bonus", [False, True])
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+def test_a_decay_to_nothing_has_no_gradient(decay, bonus, dtype):
+    """Rates such as -exp(w) multiply the log decay's gradient by the log decay: no rounding error may stand there."""
+    inputs = draw_inputs(15, 1, 130, 1, 16, 16, decay, bonus, states=1, strongest=0.1, dtype=dtype)
+    vanished = torch.zeros_like(inputs["log_decay"], dtype=torch.bool)
+    for start, strength in enumerate((1e2, 1e4, 1e8, math.inf)):
+        vanished[:, 5 + start :: 31] = True
+        inputs["log_decay"][:, 5 + start :: 31] = -strength
+    compare(inputs, dtype)
+    gradient = run(inputs, dtype, "triton")["dlog_decay"]
+    assert (gradient[vanished] == 0).all()
+
+
 @pytest.mark.parametrize("decay", ["none", "constant", "scalar", "vector"])
 def test_packed(decay):
     bounds = torch.tensor([0, 0, 3, 70, 70, 71, 200, 200])

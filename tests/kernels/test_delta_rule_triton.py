@@ -99,6 +99,21 @@ def test_one_decay_strength(decay, strength):
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+def test_a_decay_to_nothing_has_no_gradient(decay, dtype):
+    """Rates such as -exp(A) multiply the log decay's gradient by the log decay: no rounding error may stand there."""
+    inputs = draw_inputs(15, 1, 130, 1, 16, 16, decay, states=1, strongest=0.1)
+    vanished = torch.zeros_like(inputs["log_decay"], dtype=torch.bool)
+    for start, strength in enumerate((1e2, 1e4, 1e8, torch.inf)):
+        vanished[:, 5 + start :: 31] = True
+        inputs["log_decay"][:, 5 + start :: 31] = -strength
+    compare(inputs, dtype)
+    gradient = run(inputs, dtype, "triton")["dlog_decay"]
+    assert (gradient[vanished] == 0).all()
+
+
+@interpreted
 def test_strengths_mixed_between_chunks():
     inputs = draw_inputs(3, 1, 256, 1, 16, 16, "vector", states=1, weakest=0.1, strongest=0.5)
     inputs["log_decay"][:, 64:128] *= 6
