@@ -3,7 +3,7 @@
 Source: RWKV-6 Finch (arXiv 2404.05892).
 
     S_t = diag(a_t) S_{t-1} + k_t v_tᵀ,   o_t = swish(g_t) ⊙ RMSNorm((S_{t-1} + diag(u) k_t v_tᵀ)ᵀ r_t)
-    a_t = exp(-exp(w_t)),   w_t = low-rank(x shifted) + b,   z shifted = z_t + (z_{t-1} - z_t) ⊙ μ_t
+    a_t = exp(-exp(w_t)),   w_t = min(low-rank(x shifted) + b, 4.4),   z shifted = z_t + (z_{t-1} - z_t) ⊙ μ_t
 
 The token shift acts on x for the decay and on the teacher's q (= r), k and v after their projections rather than
 before, so that the teacher's projections are computed once; r and k then pass through SiLU, for the same reason as in
@@ -23,6 +23,10 @@ from linearize.convert.cache import State
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import DecayOptions, Hybrid, Recurrence, Tokens
 from linearize.convert.mixers.parts import HeadNorm, LowRank, decay_rate, delayed, history
+
+FASTEST = 4.4
+"""Where w is cut: exp(-exp(4.4)) is 4e-36, as good as 0. Uncut, exp(w) leaves float32 and its gradient is 0 · inf: where
+the state has vanished nothing pulls w back, and the low-rank projection that channels and tokens share pushes it on."""
 
 
 class RWKV6Options(DecayOptions):
@@ -56,7 +60,7 @@ class FinchRecurrence(Recurrence):
         q, k = F.silu(q), F.silu(k)
         if self.options.rope:
             q, k = tokens.rotate(q, k)
-        log_decay = -self.decay(x).exp()
+        log_decay = -self.decay(x).clamp_max(FASTEST).exp()
         o, memory = tokens.linear_attention(q, k, v, log_decay, state, bonus=self.bonus, scale=1.0)
         return self.norm(o, tokens.x), {"memory": memory, "shift": shift}
 

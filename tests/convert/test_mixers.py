@@ -296,6 +296,23 @@ def test_retnet_weighs_by_distance() -> None:
     assert relative_error(mixer.mix(x, rope, None, None)[0], expected) < EQUAL
 
 
+def test_rwkv6_forgets_at_once_without_a_gradient_of_nothing() -> None:
+    """Channels whose exp(w) is beyond float32 keep nothing and learn nothing; the others do not notice."""
+    mixer, x, rope, _ = _layer("rwkv6", window=0)
+    decay, real = mixer.recurrence.decay.up, torch.ones(x.shape[:2], dtype=torch.bool)
+    real[:, :3] = False
+    outputs, gradients = [], []
+    for bias in (10.0, 1000.0):
+        with torch.no_grad():
+            decay.bias[::2] = bias
+        heads, _ = mixer.mix(x, rope, real, None)
+        outputs.append(heads[real])
+        gradients.append(torch.autograd.grad(heads[real].square().sum(), [decay.bias, decay.weight]))
+    assert torch.equal(*outputs) and outputs[0].isfinite().all()
+    for ours, expected in zip(*gradients, strict=True):
+        assert torch.equal(ours, expected) and (ours[::2] == 0).all() and (ours[1::2] != 0).any()
+
+
 def test_lrpe_turns_by_the_distance() -> None:
     """`Σ_i q_i k_i cos((t-s) θ_i)`, θ of the second half of the channels being 0."""
     from linearize.convert.mixers.cosformer2 import lrpe
