@@ -296,6 +296,21 @@ def test_retnet_weighs_by_distance() -> None:
     assert relative_error(mixer.mix(x, rope, None, None)[0], expected) < EQUAL
 
 
+@torch.no_grad()
+def test_mamba2_weighs_by_silu_and_steps() -> None:
+    mixer, x, rope, (_, _, v) = _layer("mamba2", window=0, rope=True, conv=0, D=False)
+    q, k = (torch.nn.functional.silu(t) for t in mixer.project(x)[:2])
+    q, k = mixer.rotate(q, mixer.expand(k), rope)
+    recurrence, norm = mixer.recurrence, mixer.recurrence.norm
+    step = torch.nn.functional.softplus(recurrence.step(x)).mT
+    fallen = (-recurrence.A_log.exp()[:, None] * step).cumsum(-1)
+    decay = (fallen[..., :, None] - fallen[..., None, :]).masked_fill(DISTANCE < 0, -torch.inf).exp()
+    weights = _pairs(q, k) * decay * step[..., None, :] * mixer.spec.head_dim**-0.5
+    gated = torch.einsum("bhts,bshv->bthv", weights, v) * torch.nn.functional.silu(norm.gate(x))
+    expected = mixer.branch.scale * gated * (gated.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight
+    assert relative_error(mixer.mix(x, rope, None, None)[0], expected) < EQUAL
+
+
 def test_rwkv6_forgets_at_once_without_a_gradient_of_nothing() -> None:
     """Channels whose exp(w) is beyond float32 keep nothing and learn nothing; the others do not notice."""
     mixer, x, rope, _ = _layer("rwkv6", window=0)

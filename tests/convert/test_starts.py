@@ -10,6 +10,7 @@ import torch
 from linearize.convert import as_teacher, build_student
 from linearize.convert.calibration import CalibrationSample, teacher_heads
 from linearize.convert.mixers.deltanet import DeltaRule
+from linearize.convert.surgery_error import surgery_error
 from linearize.convert.verify import relative_error
 from tests.families import random_teacher
 
@@ -46,6 +47,14 @@ def test_every_head_takes_the_nearest_of_its_starts(window: int, monkeypatch: py
     assert len(set(which.tolist())) > 1, "all heads take one start: the choice by head is not tested"
     assert torch.allclose(best, lowest, rtol=1e-4)
     assert torch.equal(chosen, torch.stack([start["strength.bias"] for start in offered])[which, torch.arange(4)])
+
+
+@pytest.mark.parametrize("name", ["gated-deltanet", "gla", "mamba2"])
+def test_a_pure_recurrence_weighs_mostly_positively(name: str) -> None:
+    """Softmax's weights are positive. Weights that are as often negative start at an error of 0.95 here."""
+    ids = torch.randint(2, 64, (4, 64), generator=torch.Generator().manual_seed(1))
+    student = build_student(random_teacher("llama"), name, calibration=ids[:2], window=0)
+    assert surgery_error(student, ids[2:]).attention < 0.88
 
 
 @torch.no_grad()
