@@ -122,11 +122,13 @@ def adamw(groups: Groups, fused: bool = False) -> torch.optim.AdamW:
     )
 
 
-def place(objective: nn.Module, groups: Groups, micro_batch_size: int, clip: float) -> Placement:
+def place(
+    objective: nn.Module, groups: Groups, micro_batch_size: int, clip: float, accumulation: int = 1
+) -> Placement:
     """As the launcher says.
 
     Args:
-        micro_batch_size, clip: what DeepSpeed wants to know beforehand.
+        micro_batch_size, clip, accumulation: what DeepSpeed wants to know beforehand.
 
     Raises:
         ConversionError: the launcher's configuration asks for what is not supported.
@@ -135,7 +137,7 @@ def place(objective: nn.Module, groups: Groups, micro_batch_size: int, clip: flo
     from linearize.distill.zero import Zero
 
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
-        return Zero(objective, groups, micro_batch_size, clip)
+        return Zero(objective, groups, micro_batch_size, accumulation, clip)
     if processes.count() == 1:
         return Placement(objective, groups)
     if not hasattr(objective, "student"):

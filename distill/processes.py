@@ -35,10 +35,14 @@ def start(cpu: bool = False) -> None:
 
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers loads tensors in one process only
     cpu = cpu or not torch.cuda.is_available()
-    if cpu:
+    if cpu and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+        PartialState()  # DeepSpeed joins them itself; accelerate takes it for a GPU's
+    elif cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
-    PartialState(cpu=cpu, **({} if cpu else {"timeout": _LONGEST_WAIT}))
+        PartialState(cpu=True)
+    else:
+        PartialState(timeout=_LONGEST_WAIT)
 
 
 def count() -> int:

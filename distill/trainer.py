@@ -105,7 +105,7 @@ def train(
     objective.train()
     part = math.ceil(config.batch_size / (processes.count() * config.accumulation))
     with _checkpointed(objective, config.gradient_checkpointing):
-        placement = place(objective, groups, part, config.clip)
+        placement = place(objective, groups, part, config.clip, config.accumulation)
         try:
             student = _student(placement.objective)
             with compiled(student, config.compile), fused_norms(placement.objective):

@@ -28,6 +28,9 @@ PLACEMENTS: dict[str, dict[str, str]] = {
 }
 """What `accelerate launch` puts into the environment for each of the shipped configurations."""
 
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "ACCELERATE_MIXED_PRECISION": "no"}
+"""For DeepSpeed's, which is only tested where that is installed."""
+
 DATA = TokenBlocks(torch.randint(2, 64, (64 * 32,), generator=torch.Generator().manual_seed(0)), 32)
 
 
@@ -106,7 +109,7 @@ def on_processes(
     for rank in range(count):
         environment = {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "RANK": str(rank),
-            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count), **PLACEMENTS[placement],
+            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count), **{**PLACEMENTS, "zero": ZERO}[placement],
         }  # fmt: skip
         target = multiprocessing.get_context(context).Process(target=_child, args=(environment, work, arguments, named))
         target.start()
