@@ -174,9 +174,9 @@ class Mixer(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, State]:
         """Arguments as `mix`; returns its heads in the model's dtype, their output `[B, T, D]`, and the state."""
-        heads, state = self.mix(hidden_states, rope, padding_mask, state, cu_seqlens)
+        heads, after = self.mix(hidden_states, rope, padding_mask, state, cu_seqlens)
         heads = heads.to(hidden_states.dtype)
-        return heads, self.output(heads), state
+        return heads, self.output(heads), after
 
     @contextmanager
     def in_stream(self, stream: torch.Tensor | None) -> Iterator[None]:
@@ -249,7 +249,7 @@ class Mixer(nn.Module):
         if padding_mask is not None:
             padding_mask = padding_mask[:, -tokens:].bool()
         state = layer.state if layer is not None else None
-        _, output, state = self.mix_and_project(hidden_states, position_embeddings, padding_mask, state, cu_seq_lens_q)
+        made = self.mix_and_project(hidden_states, position_embeddings, padding_mask, state, cu_seq_lens_q)
         if layer is not None:
-            layer.advance(state, tokens)
-        return output, None
+            layer.advance(made[2], tokens)
+        return made[1], None

@@ -53,10 +53,11 @@ def _loss(machine: Machine, repeats: int) -> list[Row]:
 
 
 def _gates(machine: Machine, repeats: int) -> list[Row]:
+    from linearize.kernels.branch_join.bench import rows as join_rows
     from linearize.kernels.gate_prep.bench import rows as gate_rows
     from linearize.kernels.norm_gate.bench import rows as norm_rows
 
-    return gate_rows(machine, repeats) + norm_rows(machine, repeats)
+    return gate_rows(machine, repeats) + norm_rows(machine, repeats) + join_rows(machine, repeats)
 
 
 def _windows(machine: Machine, repeats: int) -> list[Row]:
