@@ -53,7 +53,7 @@ class LoopConfig:
         save_every: steps between saved states; 0 for about ten in all.
         accumulation: forward passes that a process makes of its part of a batch, to need less memory.
         gradient_checkpointing: make blocks' activations again in the backward pass, not keep them.
-        compile: run the student's mixers and MLPs through torch.compile.
+        compile: run mixers, attention and MLPs through torch.compile (see `compiled`).
         report_to: trackers beside the CSV file.
     """
 

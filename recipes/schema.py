@@ -58,7 +58,7 @@ class Recipe(BaseModel):
     control: bool = Field(True, description="also train the window alone at equal tokens, to compare with")
     accumulation: int = Field(1, ge=1, description="passes over a batch, each a part of it, to need less memory")
     gradient_checkpointing: bool = Field(False, description="make activations again in the backward pass")
-    compile: bool = Field(False, description="run mixers and MLPs through torch.compile while they train")
+    compile: bool = Field(False, description="run mixers, attention and MLPs through torch.compile while they train")
     report_to: list[Tracker] = Field(
         default_factory=list, description="trackers of the losses beside losses.csv: tensorboard, wandb, trackio"
     )

@@ -45,7 +45,7 @@ class Settings:
         context: tokens per sequence.
         rows: which of `ROWS`; empty for all.
         steps: timed ones, after `warmup` others.
-        compile: whether mixers and MLPs run through torch.compile.
+        compile: whether mixers, attention and MLPs run through torch.compile.
         profile: whether one more step is profiled (on a GPU).
         parts: whether single parts of a layer are timed (on a GPU).
     """

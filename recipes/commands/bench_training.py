@@ -22,7 +22,7 @@ def bench_training(
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes a GPU when there is one")] = "auto",
     rows: Annotated[str | None, typer.Option(help="steps to measure, divided by commas; default all")] = None,
     steps: Annotated[int, typer.Option(min=1, help="timed steps of each")] = 8,
-    compile: Annotated[bool, typer.Option("--compile", help="run mixers and MLPs through torch.compile")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="run mixers, attention and MLPs through torch.compile")] = False,
     profile: Annotated[bool, typer.Option(help="profile one step of each, and time parts of a layer")] = True,
     out: Annotated[Path | None, typer.Option(help="where to store everything, as JSON")] = None,
     as_json: JsonFlag = False,
