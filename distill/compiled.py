@@ -31,7 +31,8 @@ def compiled(student: PreTrainedModel | None, wanted: bool = True) -> Iterator[N
     """Context: mixers (`mix_and_project`), the teacher's attention, kept attention and MLPs run through torch.compile,
     and so do `compilable` functions.
 
-    Each is one graph, which layers of the same kind share.
+    Each is one graph, which layers of the same kind share. What was compiled is forgotten in the end: the next stage may
+    have batches of another size, and would get graphs for any size, which are slower.
     """
     global _functions
     if student is None or not wanted:
@@ -47,6 +48,7 @@ def compiled(student: PreTrainedModel | None, wanted: bool = True) -> Iterator[N
         _functions = before
         for module, method in parts:
             del module.__dict__[method]
+        torch.compiler.reset()
 
 
 def _parts(student: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
