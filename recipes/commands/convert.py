@@ -42,6 +42,9 @@ def convert(
     control: Annotated[
         bool | None, typer.Option("--control/--no-control", help="whether to train the window alone to compare with")
     ] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="train through torch.compile; pays on GPUs")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Hub revision of the teacher")] = None,
     report_to: Annotated[
         list[str] | None, typer.Option(help="tensorboard, wandb or trackio, beside losses.csv")
@@ -68,7 +71,7 @@ def convert(
     given = {
         "teacher": teacher, "to": to, "data": data, "context": context, "seed": seed, "device": device, "dtype": dtype,
         "keep_softmax": keep_softmax, "revision": revision, "ffn": ffn, "control": control,
-        "report_to": report_to or None,
+        "compile": compile, "report_to": report_to or None,
     }  # fmt: skip
     changes = {key: value for key, value in given.items() if value is not None}
     try:

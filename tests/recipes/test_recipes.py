@@ -289,3 +289,24 @@ def test_killed_at_any_step_of_any_stage_and_resumed_equals_undisturbed(
 def _losses(folder: Path, stages: Any) -> list[tuple[Any, list[float]]]:
     losses = json.loads((folder / "linearize.json").read_text())["losses"]
     return [(stage, losses[stage.name]) for stage in stages]
+
+
+@pytest.mark.parametrize(("flags", "wanted"), [([], True), (["--no-compile", "--seed", "7"], False)], ids=str)
+def test_flags_win_over_the_file(
+    flags: list[str], wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from linearize.recipes.cli import main
+
+    class Seen(Exception):
+        pass
+
+    def run(recipe: Recipe, *_: Any) -> None:
+        raise Seen(recipe.compile, recipe.seed)
+
+    file = tmp_path / "mine.yaml"
+    file.write_text("to: gla\ncompile: true\nseed: 3\n")
+    monkeypatch.setattr(pipeline, "run", run)
+    monkeypatch.setattr(sys, "argv", ["linearize", "convert", "llama", "--recipe", str(file), *flags])
+    with pytest.raises(Seen) as found:
+        main()
+    assert found.value.args == (wanted, 7 if flags else 3)
