@@ -6,7 +6,6 @@ same. Shards are in `sharding`, DeepSpeed in `zero`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -122,9 +121,7 @@ def adamw(groups: Groups, fused: bool = False) -> torch.optim.AdamW:
     )
 
 
-def place(
-    objective: nn.Module, groups: Groups, micro_batch_size: int, clip: float, accumulation: int = 1
-) -> Placement:
+def place(objective: nn.Module, groups: Groups, micro_batch_size: int, clip: float, accumulation: int) -> Placement:
     """As the launcher says.
 
     Args:
@@ -136,7 +133,7 @@ def place(
     from linearize.distill.sharding import Sharded
     from linearize.distill.zero import Zero
 
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+    if processes.launched_with("DEEPSPEED"):
         return Zero(objective, groups, micro_batch_size, accumulation, clip)
     if processes.count() == 1:
         return Placement(objective, groups)
@@ -144,6 +141,6 @@ def place(
         raise ConversionError(
             "layer-by-layer transfer (stream: true) is work for one process; start it without launcher"
         )
-    if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
+    if processes.launched_with("FSDP"):
         return Sharded(objective, groups)
     return Replicated(objective, groups)

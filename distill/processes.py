@@ -35,7 +35,7 @@ def start(cpu: bool = False) -> None:
 
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else transformers loads tensors in one process only
     cpu = cpu or not torch.cuda.is_available()
-    if cpu and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+    if cpu and launched_with("DEEPSPEED"):
         PartialState()  # DeepSpeed joins them itself; accelerate takes it for a GPU's
     elif cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -43,6 +43,11 @@ def start(cpu: bool = False) -> None:
         PartialState(cpu=True)
     else:
         PartialState(timeout=_LONGEST_WAIT)
+
+
+def launched_with(engine: str) -> bool:
+    """Whether the launcher asks for an engine: "DEEPSPEED" or "FSDP"."""
+    return os.environ.get(f"ACCELERATE_USE_{engine}", "false") == "true"
 
 
 def count() -> int:

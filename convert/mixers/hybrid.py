@@ -188,17 +188,21 @@ class Branch(nn.Module):
             nn.init.zeros_(self.log_mass.weight)
             nn.init.zeros_(self.log_mass.bias)
 
+    def logit(self, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """Of γ, `[B, T, H]`, from x `[B, T, D]` and lse `[B, T, H]`."""
+        return self.log_mass(x) - lse
+
     def share(self, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """γ `[B, T, H, 1]` from x `[B, T, D]` and lse `[B, T, H]`."""
-        return torch.sigmoid(self.log_mass(x) - lse)[..., None]
+        """γ `[B, T, H, 1]`; arguments as `logit`."""
+        return torch.sigmoid(self.logit(x, lse))[..., None]
 
     def alone(self, y: torch.Tensor) -> torch.Tensor:
         """Heads without a window."""
         return self.scale * y
 
     def forward(self, y: torch.Tensor, window: torch.Tensor, x: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """Heads beside a window `[B, T, H, V]`; y and window of that shape, x and lse as for `share`."""
-        return branch_join(y, window, self.log_mass(x) - lse, self.scale, self.window_part)
+        """Heads beside a window `[B, T, H, V]`; y and window of that shape, x and lse as for `logit`."""
+        return branch_join(y, window, self.logit(x, lse), self.scale, self.window_part)
 
 
 class Hybrid(Mixer):

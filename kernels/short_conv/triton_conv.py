@@ -188,16 +188,7 @@ def _backward(
                 dw3 += dz * x
             else:
                 dw += tl.where((tap == i)[:, None], tl.sum(dz * x, 0)[None, :], 0.0)
-    dw = _place(dw, tap, W, db)
-    for i in tl.static_range(W):
-        if i == 0:
-            dw = _place(dw, tap, i, dw0)
-        elif i == 1:
-            dw = _place(dw, tap, i, dw1)
-        elif i == 2:
-            dw = _place(dw, tap, i, dw2)
-        elif i == 3:
-            dw = _place(dw, tap, i, dw3)
+    dw = _place(_place(_place(_place(_place(dw, tap, W, db), tap, 0, dw0), tap, 1, dw1), tap, 2, dw2), tap, 3, dw3)
     spot = dw_ptr + (part.to(tl.int64) * TAPS + tap)[:, None] * D + d[None, :]
     tl.store(spot, dw, mask=d_ok[None, :])
 
