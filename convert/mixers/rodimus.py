@@ -17,6 +17,7 @@ The window joins as in `hybrid.py`, which also has s.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
 
@@ -25,7 +26,7 @@ from linearize.convert.cache import State
 from linearize.convert.calibration import least_squares
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import DecayOptions, Hybrid, Recurrence, Tokens
-from linearize.convert.mixers.parts import CausalConv, HeadMap, LowRank, decay_rate, inverse_softplus
+from linearize.convert.mixers.parts import CausalConv, HeadMap, HeadNorm, LowRank, decay_rate, inverse_softplus
 from linearize.kernels.gate_prep import ddts_gates
 
 
@@ -40,6 +41,8 @@ class RodimusOptions(DecayOptions):
         description="initial half-life of the state in tokens; none: 64 beside a window, 16 without",
     )
     rope: bool = Field(False, description="whether q and k of the recurrence carry RoPE")
+    silu: bool = Field(False, description="whether q̃ and k̃ pass through SiLU, which makes most weights positive")
+    norm: bool = Field(False, description="whether each head's output is normed, as the paper's block norms its own")
 
 
 class DDTSGates(nn.Module):
@@ -77,6 +80,7 @@ class DDTS(Recurrence):
         self.options = options
         self.gates = DDTSGates(spec, options)
         self.q_map, self.k_map = HeadMap(*shape, bias=True), HeadMap(*shape, bias=True)
+        self.norm = HeadNorm(spec) if options.norm else None
         self.feedthrough = nn.Parameter(torch.zeros(shape))
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
@@ -86,10 +90,13 @@ class DDTS(Recurrence):
     def scan(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
         """The state's output `[B, T, H, V]`, and the next state."""
         q, k = tokens.rotate(tokens.q, tokens.k) if self.options.rope else (tokens.q, tokens.k)
+        q, k = self.q_map(q), self.k_map(k)
+        if self.options.silu:
+            q, k = F.silu(q), F.silu(k)
         past = None if state is None else state["conv"]
-        log_decay, k, value_gate, past = self.gates(tokens.x, self.k_map(k), past, tokens.cu_seqlens)
-        o, memory = tokens.linear_attention(self.q_map(q), k, tokens.v * value_gate, log_decay, state)
-        return o, {"memory": memory, "conv": past}
+        log_decay, k, value_gate, past = self.gates(tokens.x, k, past, tokens.cu_seqlens)
+        o, memory = tokens.linear_attention(q, k, tokens.v * value_gate, log_decay, state)
+        return o if self.norm is None else self.norm(o, tokens.x), {"memory": memory, "conv": past}
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {**super().state_shapes(), "conv": (self.options.conv - 1, self.spec.hidden_size)}

@@ -50,7 +50,7 @@ class Hops(nn.Module):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         shape = (spec.num_heads, spec.head_dim)
-        self.scale = nn.Parameter(torch.full(shape, 0.01))
+        self.scale = nn.Parameter(torch.ones(shape))
         self.window_scale = nn.Parameter(torch.ones(shape))
 
 

@@ -29,6 +29,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mlstm": [{"rope": True}],
     "gsa": [{"rope": True, "slots": 8}],
     "inner-function": [{"mask": False}],
+    "rodimus": [{"silu": True, "norm": True, "rope": True}],
     "rodimus++": [{"two_hop": False, "rope": True}],
     "rat": [{"chunk": 4}, {"chunk": 2, "window": 0, "rope": "chunk"}, {"chunk": 4, "start": "zero", "rank": 0}],
     "head-hybrid": [
