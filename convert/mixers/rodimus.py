@@ -6,15 +6,19 @@ per key channel, and a softmax window stands beside the recurrence, which adds w
     x'      = SiLU(conv(x))                           causal, depthwise, 4 taps, starting as the identity
     [a, b]  = up(down(x')) + bias                     per head and key channel, float32
     log α   = -softplus(a) · σ(b)                     log decay, ≤ 0
-    q̃, k̃    = A_q q + a_q,  A_k k + a_k               per head, starting as q and k (before RoPE)
+    q̃, k̃    = SiLU(A_q q + a_q),  SiLU(A_k k + a_k)   per head, A and a starting as q and k (before RoPE)
     k̂       = k̃ / ‖k̃‖ ⊙ softplus(a)^σ(b)              input gate, computed in log space
     S_t     = diag(α_t) S_{t-1} + k̂_t (β̂_t ⊙ v_t)ᵀ    value gate β̂ = σ(low-rank(x))
     y_t     = K^-½ S_tᵀ q̃_t + d ⊙ v_t                 feedthrough d per head and channel
 
-The window joins as in `hybrid.py`, which also has s.
+SiLU is not the paper's; as in `gla` it makes most weights positive, as softmax's are. Without it (`silu: false`) a
+model that is trained from scratch hardly learns to recall (docs/mqar.md). The window joins as in `hybrid.py`, which
+also has s.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +30,7 @@ from linearize.convert.cache import State
 from linearize.convert.calibration import least_squares
 from linearize.convert.mixers.base import register
 from linearize.convert.mixers.hybrid import DecayOptions, Hybrid, Recurrence, Tokens
-from linearize.convert.mixers.parts import CausalConv, HeadMap, HeadNorm, LowRank, decay_rate, inverse_softplus
+from linearize.convert.mixers.parts import CausalConv, HeadMap, LowRank, decay_rate, inverse_softplus
 from linearize.kernels.gate_prep import ddts_gates
 
 
@@ -41,8 +45,7 @@ class RodimusOptions(DecayOptions):
         description="initial half-life of the state in tokens; none: 64 beside a window, 16 without",
     )
     rope: bool = Field(False, description="whether q and k of the recurrence carry RoPE")
-    silu: bool = Field(False, description="whether q̃ and k̃ pass through SiLU, which makes most weights positive")
-    norm: bool = Field(False, description="whether each head's output is normed, as the paper's block norms its own")
+    silu: bool = Field(True, description="whether q̃ and k̃ pass through SiLU, which makes most weights positive")
 
 
 class DDTSGates(nn.Module):
@@ -51,6 +54,7 @@ class DDTSGates(nn.Module):
     def __init__(self, spec: AttentionSpec, options: RodimusOptions) -> None:
         super().__init__()
         width, shape = spec.hidden_size, (spec.num_heads, spec.head_dim)
+        self.activation: Literal["silu"] | None = "silu" if options.silu else None
         self.conv = CausalConv(width, options.conv, bias=False)
         self.key = LowRank(width, options.rank, 2 * spec.num_heads, spec.head_dim)
         self.value = LowRank(width, options.rank, *shape)
@@ -67,7 +71,7 @@ class DDTSGates(nn.Module):
         """x `[B, T, D]`, k `[B, T, H, K]` -> log decay (float32), gated key and value gate of k's shape, conv state."""
         convolved, past = self.conv(x, past, cu_seqlens, activation="silu")
         (a, b), (a_bias, b_bias) = self.key.product(convolved).chunk(2, 2), self.key.bias.chunk(2)
-        log_decay, k = ddts_gates(a, b, k, a_bias=a_bias, b_bias=b_bias)
+        log_decay, k = ddts_gates(a, b, k, a_bias=a_bias, b_bias=b_bias, activation=self.activation)
         return log_decay, k, torch.sigmoid(self.value.rounded(x)), past
 
 
@@ -80,7 +84,6 @@ class DDTS(Recurrence):
         self.options = options
         self.gates = DDTSGates(spec, options)
         self.q_map, self.k_map = HeadMap(*shape, bias=True), HeadMap(*shape, bias=True)
-        self.norm = HeadNorm(spec) if options.norm else None
         self.feedthrough = nn.Parameter(torch.zeros(shape))
 
     def forward(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
@@ -90,13 +93,11 @@ class DDTS(Recurrence):
     def scan(self, tokens: Tokens, state: State | None) -> tuple[torch.Tensor, State]:
         """The state's output `[B, T, H, V]`, and the next state."""
         q, k = tokens.rotate(tokens.q, tokens.k) if self.options.rope else (tokens.q, tokens.k)
-        q, k = self.q_map(q), self.k_map(k)
-        if self.options.silu:
-            q, k = F.silu(q), F.silu(k)
+        q = F.silu(self.q_map(q)) if self.options.silu else self.q_map(q)
         past = None if state is None else state["conv"]
-        log_decay, k, value_gate, past = self.gates(tokens.x, k, past, tokens.cu_seqlens)
+        log_decay, k, value_gate, past = self.gates(tokens.x, self.k_map(k), past, tokens.cu_seqlens)
         o, memory = tokens.linear_attention(q, k, tokens.v * value_gate, log_decay, state)
-        return o if self.norm is None else self.norm(o, tokens.x), {"memory": memory, "conv": past}
+        return o, {"memory": memory, "conv": past}
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {**super().state_shapes(), "conv": (self.options.conv - 1, self.spec.hidden_size)}

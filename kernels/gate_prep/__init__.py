@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ def ddts_gates(
     *,
     a_bias: Tensor | None = None,
     b_bias: Tensor | None = None,
+    activation: Literal["silu"] | None = None,
     eps: float = 1e-12,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -35,6 +38,7 @@ def ddts_gates(
         a, b: [B, T, H, K] raw projections, any float dtype, any strides.
         k: [B, T, H, K] keys before normalisation, any float dtype, any strides.
         a_bias, b_bias: [H, K], added to a and b in float32. Default: none.
+        activation: "silu", which k passes through before all else. Default: None.
         eps: least length a key is divided by. Default: 1e-12.
         backend: "auto" (Triton on CUDA, else plain torch), "triton", "chunked" or "reference".
 
@@ -49,6 +53,9 @@ def ddts_gates(
     Source: Rodimus* (arXiv:2410.06577), data-dependent tempered selection.
     """
     name = "ddts_gates"
+    if activation not in (None, "silu"):
+        raise ValueError(f'{name}: activation is {activation!r}; use "silu" or None')
+    silu = activation is not None
     dims: dict[str, int] = {}
     tensors = {"a": a, "b": b, "k": k, "a_bias": a_bias, "b_bias": b_bias}
     for part, value in tensors.items():
@@ -63,9 +70,9 @@ def ddts_gates(
     if chosen == "triton" and k.numel() > 0:
         from linearize.kernels.gate_prep.triton_op import ddts_gates_triton
 
-        return ddts_gates_triton(a, b, k, a_bias, b_bias, eps)
+        return ddts_gates_triton(a, b, k, a_bias, b_bias, silu, eps)
     run = ddts_gates_reference if chosen == "reference" else ddts_gates_chunked
-    return run(a, b, k, a_bias, b_bias, eps)
+    return run(a, b, k, a_bias, b_bias, silu, eps)
 
 
 def softplus_gate(

@@ -21,6 +21,7 @@ def ddts_gates_chunked(
     k_BTHK: Tensor,
     a_bias_HK: Tensor | None,
     b_bias_HK: Tensor | None,
+    silu: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Same arguments and results as `ddts_gates_reference`."""
@@ -29,7 +30,8 @@ def ddts_gates_chunked(
     # For very negative a, softplus(a) is e^a: its logarithm is a even where e^a is 0.
     rate = F.softplus(a)
     log_rate = torch.where(a < -15, a, torch.log(rate.clamp_min(torch.finfo(rate.dtype).tiny)))
-    k = F.normalize(_wide(k_BTHK), dim=-1, eps=eps) * torch.exp(temperature * log_rate)
+    k = F.silu(_wide(k_BTHK)) if silu else _wide(k_BTHK)
+    k = F.normalize(k, dim=-1, eps=eps) * torch.exp(temperature * log_rate)
     return -rate * temperature, k.to(k_BTHK.dtype)
 
 

@@ -3,6 +3,8 @@
 A program takes tiles of tokens of one head. Gradients of the biases are summed over a program's tiles and then over
 programs, in a fixed order.
 
+With SILU the key passes through SiLU first.
+
 Bound: memory. In 16 bits the forward pass moves 12 bytes per element (a, b, k; log decay in float32 and k̂), the
 backward pass 18.
 """
@@ -57,6 +59,7 @@ def _forward(
     K: tl.constexpr,
     A_BIAS: tl.constexpr,
     B_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -70,6 +73,8 @@ def _forward(
     x = _load(a_ptr, row, a_r, h, a_h, d, ok) + a_bias[None, :]
     y = _load(b_ptr, row, b_r, h, b_h, d, ok) + b_bias[None, :]
     k = _load(k_ptr, row, k_r, h, k_h, d, ok)
+    if SILU:
+        k = k * sigmoid(k)[0]
     rate, _, log_rate, _, temperature, _ = _gates(x, y)
     length = tl.maximum(tl.sqrt(tl.sum(k * k, 1)), eps)
     key = k / length[:, None] * tl.exp(temperature * log_rate)
@@ -104,6 +109,7 @@ def _backward(
     K: tl.constexpr,
     A_BIAS: tl.constexpr,
     B_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -120,6 +126,10 @@ def _backward(
         x = _load(a_ptr, row, a_r, h, a_h, d, ok) + a_bias[None, :]
         y = _load(b_ptr, row, b_r, h, b_h, d, ok) + b_bias[None, :]
         k = _load(k_ptr, row, k_r, h, k_h, d, ok)
+        if SILU:
+            rises, falls = sigmoid(k)
+            slope = rises * (1.0 + k * falls)
+            k *= rises
         ddecay = _load(ddecay_ptr, row, H * K, h, K, d, ok)
         dkey = _load(dkey_ptr, row, H * K, h, K, d, ok)
         rate, rise, log_rate, log_rise, temperature, rest = _gates(x, y)
@@ -133,6 +143,8 @@ def _backward(
         db = (dlog * log_rate - ddecay * rate) * temperature * rest
         along = tl.where(norm >= eps, tl.sum(dlog, 1)[:, None], 0.0)
         dk = (dunit - unit * along) / length
+        if SILU:
+            dk *= slope
         spot = (row.to(tl.int64) * H + h)[:, None] * K + d[None, :]
         tl.store(da_ptr + spot, da.to(da_ptr.dtype.element_ty), mask=ok)
         tl.store(db_ptr + spot, db.to(db_ptr.dtype.element_ty), mask=ok)
@@ -147,24 +159,24 @@ def _backward(
 
 
 def _settings(
-    a: Tensor, b: Tensor, k: Tensor, a_bias: Tensor | None, b_bias: Tensor | None, summed: bool
+    a: Tensor, b: Tensor, k: Tensor, a_bias: Tensor | None, b_bias: Tensor | None, silu: bool, summed: bool
 ) -> tuple[Tiles, list[int], dict[str, Any]]:
     """The tiles, strides and options that a kernel is launched with."""
     R, H, K = k.shape
     block = triton.next_power_of_2(K)
     split = tiles(R, block, H, summed=summed)
     strides = [t.stride(axis) for t in (a, b, k) for axis in (0, 1)]
-    options = {"H": H, "K": K, "A_BIAS": a_bias is not None, "B_BIAS": b_bias is not None}
+    options = {"H": H, "K": K, "A_BIAS": a_bias is not None, "B_BIAS": b_bias is not None, "SILU": silu}
     options |= {"ROWS": split.rows, "BLOCK": block, "num_warps": split.warps}
     return split, strides, options
 
 
 def ddts_forward(
-    a: Tensor, b: Tensor, k: Tensor, a_bias: Tensor | None, b_bias: Tensor | None, eps: float
+    a: Tensor, b: Tensor, k: Tensor, a_bias: Tensor | None, b_bias: Tensor | None, silu: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Log decay and gated key [R,H,K] of a, b, k [R,H,K] and biases [H,K] in float32."""
     decay, key = k.new_empty(k.shape, dtype=torch.float32), k.new_empty(k.shape)
-    split, strides, options = _settings(a, b, k, a_bias, b_bias, summed=False)
+    split, strides, options = _settings(a, b, k, a_bias, b_bias, silu, summed=False)
     _forward[split.programs, k.shape[1]](
         a,
         b,
@@ -189,13 +201,14 @@ def ddts_backward(
     b_bias: Tensor | None,
     ddecay: Tensor,
     dkey: Tensor,
+    silu: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """da, db, dk [R,H,K], and the gradients of both biases [2,H,K] (unset where there is none)."""
     da, db, dk = (x.new_empty(x.shape) for x in (a, b, k))
     R, H, K = k.shape
     biased = a_bias is not None or b_bias is not None
-    split, strides, options = _settings(a, b, k, a_bias, b_bias, summed=biased)
+    split, strides, options = _settings(a, b, k, a_bias, b_bias, silu, summed=biased)
     sums = k.new_empty(split.programs if biased else 0, 2, H, K, dtype=torch.float32)
     biases = (ddecay if a_bias is None else a_bias, ddecay if b_bias is None else b_bias)
     inputs, outputs = (a, b, k, *biases, ddecay, dkey), (da, db, dk, sums)

@@ -16,17 +16,19 @@ _DDTS = "Tensor a, Tensor b, Tensor k, Tensor? a_bias, Tensor? b_bias"
 _SOFTPLUS = "Tensor x, Tensor A_log, Tensor? bias"
 
 
-@torch.library.custom_op("linearize::ddts_gates", mutates_args=(), schema=f"({_DDTS}, float eps) -> (Tensor, Tensor)")
+@torch.library.custom_op(
+    "linearize::ddts_gates", mutates_args=(), schema=f"({_DDTS}, bool silu, float eps) -> (Tensor, Tensor)"
+)
 def _ddts_op(
-    a: Tensor, b: Tensor, k: Tensor, a_bias: Tensor | None, b_bias: Tensor | None, eps: float
+    a: Tensor, b: Tensor, k: Tensor, a_bias: Tensor | None, b_bias: Tensor | None, silu: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
     with on_device(k):
-        return ddts_forward(a, b, k, a_bias, b_bias, eps)
+        return ddts_forward(a, b, k, a_bias, b_bias, silu, eps)
 
 
 @_ddts_op.register_fake
 def _(
-    a: Tensor, b: Tensor, k: Tensor, a_bias: Tensor | None, b_bias: Tensor | None, eps: float
+    a: Tensor, b: Tensor, k: Tensor, a_bias: Tensor | None, b_bias: Tensor | None, silu: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
     return k.new_empty(k.shape, dtype=torch.float32), k.new_empty(k.shape)
 
@@ -34,7 +36,7 @@ def _(
 @torch.library.custom_op(
     "linearize::ddts_gates_backward",
     mutates_args=(),
-    schema=f"({_DDTS}, Tensor ddecay, Tensor dkey, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_DDTS}, Tensor ddecay, Tensor dkey, bool silu, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _ddts_backward_op(
     a: Tensor,
@@ -44,10 +46,11 @@ def _ddts_backward_op(
     b_bias: Tensor | None,
     ddecay: Tensor,
     dkey: Tensor,
+    silu: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with on_device(k):
-        return ddts_backward(a, b, k, a_bias, b_bias, ddecay, dkey, eps)
+        return ddts_backward(a, b, k, a_bias, b_bias, ddecay, dkey, silu, eps)
 
 
 @_ddts_backward_op.register_fake
@@ -59,6 +62,7 @@ def _(
     b_bias: Tensor | None,
     ddecay: Tensor,
     dkey: Tensor,
+    silu: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     da, db, dk = (x.new_empty(x.shape) for x in (a, b, k))
@@ -66,7 +70,7 @@ def _(
 
 
 def _save_ddts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.eps = inputs
+    *tensors, ctx.silu, ctx.eps = inputs
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
@@ -75,8 +79,8 @@ def _differentiate_ddts(ctx: Any, ddecay: Tensor | None, dkey: Tensor | None) ->
     a, b, k, a_bias, b_bias = ctx.saved_tensors
     ddecay = torch.zeros(k.shape, dtype=torch.float32, device=k.device) if ddecay is None else ddecay.contiguous()
     dkey = torch.zeros(k.shape, dtype=k.dtype, device=k.device) if dkey is None else dkey.contiguous()
-    da, db, dk, biases = _ddts_backward_op(a, b, k, a_bias, b_bias, ddecay, dkey, ctx.eps)
-    return da, db, dk, None if a_bias is None else biases[0], None if b_bias is None else biases[1], None
+    da, db, dk, biases = _ddts_backward_op(a, b, k, a_bias, b_bias, ddecay, dkey, ctx.silu, ctx.eps)
+    return da, db, dk, None if a_bias is None else biases[0], None if b_bias is None else biases[1], None, None
 
 
 _ddts_op.register_autograd(_differentiate_ddts, setup_context=_save_ddts)
@@ -141,11 +145,12 @@ def ddts_gates_triton(
     k_BTHK: Tensor,
     a_bias_HK: Tensor | None,
     b_bias_HK: Tensor | None,
+    silu: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Same arguments and results as `ddts_gates_reference`."""
     a, b, k = (last_dense(x.flatten(0, 1)) for x in (a_BTHK, b_BTHK, k_BTHK))
-    decay, key = _ddts_op(a, b, k, _float(a_bias_HK), _float(b_bias_HK), eps)
+    decay, key = _ddts_op(a, b, k, _float(a_bias_HK), _float(b_bias_HK), silu, eps)
     return decay.view(k_BTHK.shape), key.view(k_BTHK.shape)
 
 

@@ -13,9 +13,8 @@ from linearize.convert import as_teacher, build_student, export
 from linearize.convert.cache import MixerCacheLayer
 from linearize.convert.mixers import MIXERS
 from linearize.convert.verify import relative_error
-from tests.families import random_teacher, tiny_tokenizer
+from tests.families import FAMILIES, random_teacher, tiny_tokenizer
 
-FAMILIES = ("llama", "qwen2")
 EQUAL = 2e-5
 LAYERS = 2
 
@@ -29,7 +28,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mlstm": [{"rope": True}],
     "gsa": [{"rope": True, "slots": 8}],
     "inner-function": [{"mask": False}],
-    "rodimus": [{"silu": True, "norm": True, "rope": True}],
+    "rodimus": [{"silu": False, "rope": True}],
     "rodimus++": [{"two_hop": False, "rope": True}],
     "rat": [{"chunk": 4}, {"chunk": 2, "window": 0, "rope": "chunk"}, {"chunk": 4, "start": "zero", "rank": 0}],
     "head-hybrid": [
@@ -59,7 +58,15 @@ def _cases() -> list[Any]:
 
 CASES = _cases()
 mixers = pytest.mark.parametrize(("name", "options"), CASES)
-families = pytest.mark.parametrize("family", FAMILIES)
+in_every_family = pytest.mark.parametrize(
+    ("name", "options", "family"),
+    [
+        pytest.param(*case.values, family, id=f"{family}-{case.id}")
+        for case in CASES
+        for family in FAMILIES
+        if (case.values[0], family) != ("rodimus++", "gemma2")  # refused: four norms in a block
+    ],
+)
 
 
 def tokens(batch: int = 2, length: int = 27, seed: int = 1) -> torch.Tensor:
@@ -90,8 +97,7 @@ def in_pieces(student: Any, ids: torch.Tensor, sizes: list[int], cache: Any = No
     return torch.cat([student(input_ids=p, past_key_values=cache, use_cache=True).logits for p in pieces], 1)
 
 
-@mixers
-@families
+@in_every_family
 def test_every_way_to_read_a_text_gives_the_same(name: str, options: dict[str, Any], family: str) -> None:
     """Token by token, in pieces, padded on the left, and packed with another text: all as in one."""
     student, ids = student_of(name, options, family), tokens()
@@ -187,8 +193,7 @@ def test_a_reloaded_student_is_the_same_to_the_bit(name: str, options: dict[str,
     assert in_bfloat16.dtype == torch.bfloat16 and torch.isfinite(in_bfloat16).all()
 
 
-@mixers
-@families
+@in_every_family
 def test_gradients_reach_every_new_tensor(name: str, options: dict[str, Any], family: str) -> None:
     student = student_of(name, options, family).train()
     student(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -15,7 +16,11 @@ from linearize.kernels.dispatch import triton_interpreted
 from linearize.kernels.gate_prep import ddts_gates, softplus_gate
 from tests.kernels.test_gated_scan import TOLERANCE, interpreted, many, relative_rms, run_interpreted
 
-OPERATIONS = {"ddts": ddts_gates, "softplus": softplus_gate}
+OPERATIONS = {
+    "ddts": ddts_gates,
+    "ddts, silu": functools.partial(ddts_gates, activation="silu"),
+    "softplus": softplus_gate,
+}
 
 
 def assert_close(ours: dict[str, Tensor], reference: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
@@ -54,7 +59,7 @@ def run(operation: str, inputs: dict[str, Tensor], dtype: torch.dtype, backend: 
     leaves = {name: x.to(dtype if name in "abkx" else wide).requires_grad_() for name, x in inputs.items()}
     outputs = OPERATIONS[operation](**leaves, backend=backend)
     assert outputs[0].dtype == wide
-    assert outputs[1].dtype == (dtype if operation == "ddts" else wide)
+    assert outputs[1].dtype == (wide if operation == "softplus" else dtype)
     generator = torch.Generator().manual_seed(7)
     loss = sum((o * torch.randn(o.shape, generator=generator).half().to(o.dtype)).sum() for o in outputs)
     gradients = torch.autograd.grad(loss, list(leaves.values()))
@@ -69,12 +74,13 @@ def run(operation: str, inputs: dict[str, Tensor], dtype: torch.dtype, backend: 
     K=st.sampled_from([1, 5, 16]),
     size=st.sampled_from([0.1, 1.0, 10.0, 100.0]),
     biases=st.sampled_from(["", "a", "b", "ab"]),
+    operation=st.sampled_from(["ddts", "ddts, silu"]),
 )
-def test_ddts_is_the_formula(seed, T, K, size, biases):
+def test_ddts_is_the_formula(seed, T, K, size, biases, operation):
     inputs = draw_ddts(seed, 2, T, 3, K, size=size, biases=biases)
-    reference = run("ddts", inputs, torch.float64, "reference")
-    found = run("ddts", inputs, torch.float32, "chunked")
-    double = run("ddts", inputs, torch.float64, "chunked")
+    reference = run(operation, inputs, torch.float64, "reference")
+    found = run(operation, inputs, torch.float32, "chunked")
+    double = run(operation, inputs, torch.float64, "chunked")
     if K == 1:  # a key of one channel is its sign: its gradient is zero, and all there is is rounding
         del reference["k"]
     assert_close(found, reference)
@@ -146,6 +152,7 @@ def test_short_keys():
         ({"a": torch.zeros(1, 4, 2, 8, dtype=torch.int64)}, TypeError, ["a", "int64"]),
         ({"a_bias": torch.zeros(8)}, ValueError, ["a_bias", "[H, K]"]),
         ({"backend": "fast"}, ValueError, ["backend", "fast"]),
+        ({"activation": "gelu"}, ValueError, ["activation", "gelu"]),
     ],
 )
 def test_bad_ddts_arguments_are_named(change, error, words):
@@ -166,15 +173,16 @@ def test_bad_softplus_arguments_are_named(change, words):
 
 @interpreted
 @pytest.mark.parametrize("size", [1.0, 100.0])
+@pytest.mark.parametrize("operation", ["ddts", "ddts, silu"])
 @pytest.mark.parametrize(("T", "H", "K", "biases"), [(1, 1, 1, "ab"), (7, 3, 20, "a"), (9, 1, 20, "b")])
-def test_interpreted_ddts_is_the_formula(T, H, K, biases, size, monkeypatch):
+def test_interpreted_ddts_is_the_formula(T, H, K, biases, operation, size, monkeypatch):
     monkeypatch.setattr(rows, "_PROGRAMS", 3)  # several tiles a program, the last ones empty
     monkeypatch.setattr(rows, "_ELEMENTS", 128)
     inputs = draw_ddts(0, 2, T, H, K, size=size, biases=biases)
-    reference = run("ddts", inputs, torch.float64, "reference")
-    found = run("ddts", inputs, torch.float32, "triton")
+    reference = run(operation, inputs, torch.float64, "reference")
+    found = run(operation, inputs, torch.float32, "triton")
     assert_close({**found, "k": reference["k"]} if K == 1 else found, reference)
-    assert_close(run("ddts", inputs, torch.float16, "triton"), reference, 2e-3) if K > 1 and size == 1 else None
+    assert_close(run(operation, inputs, torch.float16, "triton"), reference, 2e-3) if K > 1 and size == 1 else None
 
 
 @interpreted
@@ -229,7 +237,7 @@ def test_interpreted_operators_are_sound():
         assert all(relative_rms(a, b) < TOLERANCE for a, b in zip(ours, expected, strict=True))
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     flat = [x.detach().flatten(0, 1).requires_grad_() for x in leaves]
-    torch.library.opcheck(triton_op._ddts_op, (*flat, None, torch.zeros(2, 8), 1e-12), test_utils=checks)
+    torch.library.opcheck(triton_op._ddts_op, (*flat, None, torch.zeros(2, 8), True, 1e-12), test_utils=checks)
     torch.library.opcheck(triton_op._softplus_op, (flat[0][:, 0], torch.zeros(8), torch.zeros(8)), test_utils=checks)
     torch._dynamo.reset()
     compiled = torch.compile(lambda *t: ddts_gates(*t, backend="triton")[1], fullgraph=True, backend="aot_eager")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,11 @@ from linearize.kernels.gate_prep import ddts_gates, softplus_gate
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-OPERATIONS = {"ddts": ddts_gates, "softplus": softplus_gate}
+OPERATIONS = {
+    "ddts": ddts_gates,
+    "ddts, silu": functools.partial(ddts_gates, activation="silu"),
+    "softplus": softplus_gate,
+}
 # Against float64 on the same inputs. In 16 bits the key and the gradients are rounded once.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
@@ -63,6 +69,8 @@ CASES = [
     # operation, B, T, H, K, dtype, size
     ("ddts", 2, 1, 1, 16, torch.float32, 1.0),
     ("ddts", 2, 1000, 3, 60, torch.float32, 10.0),
+    ("ddts, silu", 2, 1000, 3, 60, torch.float32, 10.0),
+    ("ddts, silu", 4, 2048, 8, 128, torch.bfloat16, 10.0),
     ("ddts", 1, 333, 2, 128, torch.float32, 100.0),
     ("ddts", 1, 100, 1, 8192, torch.float32, 1.0),
     ("ddts", 2, 1000, 8, 128, torch.float16, 1.0),
@@ -81,7 +89,7 @@ def test_kernels_are_the_formula(case):
     compare(operation, draw(operation, B, T, H, K, dtype, size), dtype)
 
 
-@pytest.mark.parametrize("operation", ["ddts", "softplus"])
+@pytest.mark.parametrize("operation", list(OPERATIONS))
 def test_cuda_graph_and_no_host_synchronisation(operation):
     x = {
         name: value.detach().requires_grad_() for name, value in draw(operation, 2, 300, 4, 64, torch.bfloat16).items()
@@ -112,7 +120,7 @@ def test_cuda_graph_and_no_host_synchronisation(operation):
         assert torch.equal(ours, t)
 
 
-@pytest.mark.parametrize("operation", ["ddts", "softplus"])
+@pytest.mark.parametrize("operation", list(OPERATIONS))
 def test_compile_and_checkpoint(operation):
     x = {
         name: value.detach().requires_grad_() for name, value in draw(operation, 2, 300, 4, 64, torch.bfloat16).items()
