@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterator
@@ -49,9 +50,12 @@ class Meter:
 
 @contextmanager
 def meter(name: str, steps: int, start: int = 0) -> Iterator[Meter]:
-    """A `Meter` for one task, its bar removed at the end. Of several processes, the first one shows it."""
+    """A `Meter` for one task, its bar removed at the end. Of several processes, the first one shows it.
+
+    Workers of a pool, each with a task of its own, print lines.
+    """
     console = Console(stderr=True)
-    if not console.is_terminal or not processes.is_main():
+    if not console.is_terminal or not processes.is_main() or multiprocessing.parent_process() is not None:
         yield Meter(name, steps, None, start)
         return
     columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")]

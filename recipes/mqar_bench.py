@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from linearize.convert.mixers import MIXERS
 from linearize.convert.plan import make_plan
@@ -16,13 +21,19 @@ from linearize.distill.evaluate.mqar_training import Outcome, Training, train_on
 
 
 def bench_mqar(
-    mixers: Sequence[str], task: Task, training: Training, device: str = "auto", out: Path = Path("bench-mqar.json")
+    mixers: Sequence[str],
+    task: Task,
+    training: Training,
+    device: str = "auto",
+    out: Path = Path("bench-mqar.json"),
+    jobs: int = 1,
 ) -> list[Outcome]:
     """Train every mixer; `out` is written after each.
 
     Args:
         mixers: names; empty for every registered mixer.
         out: outcomes in it that were made with the same settings are not made again; others are replaced.
+        jobs: mixers trained at a time, each in a process of its own. One such model keeps a GPU busy only in part.
 
     Raises:
         ConversionError: a mixer does not exist; said before any is trained.
@@ -33,12 +44,26 @@ def bench_mqar(
         make_plan(training.layers, name)
     settings = json.loads(json.dumps({"task": asdict(task), "training": asdict(training)}))
     done = _read(out, settings)
-    for name in names:
-        if name not in done:
-            done[name] = train_on_mqar(name, task, training, device)
-            outcomes = [outcome.to_json() for outcome in done.values()]
-            out.write_text(json.dumps({**settings, "device": device, "outcomes": outcomes}, indent=1))
+    for outcome in _trained([name for name in names if name not in done], task, training, device, jobs):
+        done[outcome.mixer] = outcome
+        outcomes = [outcome.to_json() for outcome in done.values()]
+        out.write_text(json.dumps({**settings, "device": device, "outcomes": outcomes}, indent=1))
     return [done[name] for name in names]
+
+
+def _trained(names: Sequence[str], task: Task, training: Training, device: str, jobs: int) -> Iterator[Outcome]:
+    """Outcomes as they are made."""
+    if jobs == 1:
+        yield from (train_on_mqar(name, task, training, device) for name in names)
+        return
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not outlive a fork
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        runs = [pool.submit(train_on_mqar, name, task, training, device) for name in names]
+        try:
+            yield from (run.result() for run in as_completed(runs))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _read(file: Path, settings: dict[str, Any]) -> dict[str, Outcome]:

@@ -22,13 +22,21 @@ from linearize.convert.surgery import build_student
 from linearize.distill.evaluate.mqar import Task, accuracy, answer_loss, make_batch
 from linearize.distill.progress import meter
 
+RECALL: dict[str, dict[str, Any]] = {
+    "rat": {"chunk": 2},  # the pairs that share a summary cannot be told apart
+    "retnet": {"rope": False},  # a key is to match whatever its distance
+    "gated-retention": {"rope": False},
+}
+"""Options with which a mixer can recall, where its defaults, which are for conversions, do not."""
+
 
 @dataclass(frozen=True)
 class Training:
     """How a model is trained.
 
     Attributes:
-        window: of the mixers that have one beside their recurrence; 0 tests the recurrence alone.
+        window: of the mixers that have one beside their recurrence; 0 tests the recurrence alone. This and `RECALL`
+            hold where a plan says nothing else.
         conv: taps of a causal convolution behind the embedding, which puts a key beside its value; 0 for none. Without
             it the first layer must learn to look one token back before anything can be recalled.
         learning_rates: each is tried, best first; the best result counts, and one that reaches `enough` ends it.
@@ -42,8 +50,8 @@ class Training:
     heads: int = 2
     window: int = 0
     conv: int = 4
-    steps: int = 2_000
-    batch_size: int = 256
+    steps: int = 4_000
+    batch_size: int = 64
     learning_rates: tuple[float, ...] = (3e-3, 1e-3)
     weight_decay: float = 0.1
     measure_every: int = 200
@@ -103,7 +111,7 @@ def small_model(to: str, task: Task, training: Training) -> PreTrainedModel:
         tie_word_embeddings=False,
     )
     plan = make_plan(training.layers, to)
-    layers = tuple(_with_window(layer, training.window) for layer in plan.layers)
+    layers = tuple(_for_recall(layer, training.window) for layer in plan.layers)
     student = build_student(AutoModelForCausalLM.from_config(config), Plan(layers)).train()
     if training.conv:
         student.set_input_embeddings(_ConvolvedEmbedding(task.vocabulary, training))
@@ -123,15 +131,16 @@ class _ConvolvedEmbedding(nn.Embedding):
         return self.conv(super().forward(input), None, None)[0]
 
 
-def _with_window(layer: LayerPlan, window: int) -> LayerPlan:
-    """The layer with `window`, where its mixer has and allows one and the plan says nothing of it."""
-    if layer.mixer == KEEP or "window" in layer.options or "window" not in MIXERS[layer.mixer].Options.model_fields:
+def _for_recall(layer: LayerPlan, window: int) -> LayerPlan:
+    """The layer with `RECALL` and, where its mixer has and allows one, `window`; what the plan says stands."""
+    if layer.mixer == KEEP:
         return layer
-    options = {**layer.options, "window": window}
-    try:
-        MIXERS[layer.mixer].Options(**options)
-    except ValidationError:
-        return layer
+    options = {**RECALL.get(layer.mixer, {}), **layer.options}
+    if "window" in options or "window" not in MIXERS[layer.mixer].Options.model_fields:
+        return LayerPlan(layer.mixer, options)
+    with contextlib.suppress(ValidationError):
+        MIXERS[layer.mixer].Options(**options, window=window)
+        options["window"] = window
     return LayerPlan(layer.mixer, options)
 
 
@@ -214,6 +223,14 @@ def mqar_table(outcomes: list[Outcome]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" + "|---:" * (len(heads) - 1) + "|"]
     for o in sorted(outcomes, key=lambda o: -o.mean):
         shares = [f"{o.accuracy[n]:.1%}" for n in pairs]
-        cells = [o.mixer, *shares, f"{o.state_bytes:,}", f"{o.parameters:,}", f"{o.learning_rate:g}", str(o.steps)]
+        chosen = "".join(f", {option} {value}" for option, value in RECALL.get(o.mixer, {}).items())
+        cells = [
+            o.mixer + chosen,
+            *shares,
+            f"{o.state_bytes:,}",
+            f"{o.parameters:,}",
+            f"{o.learning_rate:g}",
+            str(o.steps),
+        ]
         lines.append(f"| {' | '.join(cells)} | {o.seconds:.0f} |")
     return "\n".join(lines)

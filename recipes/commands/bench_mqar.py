@@ -14,8 +14,8 @@ from linearize.recipes.commands.app import JsonFlag, bad_input, bench_app
 @bench_app.command("mqar")
 def bench_mqar(
     mixers: Annotated[str | None, typer.Option(help="names, divided by commas; default all")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="training steps at each learning rate")] = 2_000,
-    batch_size: Annotated[int, typer.Option(min=1, help="sequences per step")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="training steps at each learning rate")] = 4_000,
+    batch_size: Annotated[int, typer.Option(min=1, help="sequences per step")] = 64,
     window: Annotated[int, typer.Option(min=0, help="softmax window beside the recurrences; 0 for none")] = 0,
     conv: Annotated[int, typer.Option(min=0, help="taps of a convolution behind the embedding; 0 for none")] = 4,
     vocabulary: Annotated[int, typer.Option(help="tokens")] = 8_192,
@@ -25,6 +25,7 @@ def bench_mqar(
     learning_rates: Annotated[str, typer.Option(help="each is tried until one is enough")] = "3e-3,1e-3",
     seed: Annotated[int, typer.Option(help="of weights and sequences")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes a GPU when there is one")] = "auto",
+    jobs: Annotated[int, typer.Option(min=1, help="mixers trained at a time, each in a process of its own")] = 1,
     bfloat16: Annotated[bool, typer.Option("--bfloat16", help="multiply matrices in bfloat16")] = False,
     out: Annotated[Path, typer.Option(help="where results are kept; those in it are not run again")] = Path(
         "bench-mqar.json"
@@ -52,5 +53,5 @@ def bench_mqar(
         seed=seed,
         bfloat16=bfloat16,
     )
-    outcomes = run(names, task, training, device, out)
+    outcomes = run(names, task, training, device, out, jobs)
     print(json.dumps([outcome.to_json() for outcome in outcomes]) if as_json else mqar_table(outcomes))
