@@ -14,6 +14,7 @@ from linearize.convert.attention_spec import find_layers
 from linearize.convert.mixers.base import Mixer, Rope
 from linearize.convert.surgery import student_mixers
 from linearize.distill.compiled import as_written
+from linearize.distill.override import override
 from linearize.distill.reference import Reference, last_hidden
 
 
@@ -93,16 +94,7 @@ def _skip_mlp(stack: ExitStack, block: nn.Module) -> None:
     if not isinstance(getattr(mlp, "down_proj", None), nn.Linear):
         return
     assert mlp is not None
-    own = vars(mlp).get("forward")
-    mlp.forward = lambda hidden_states: hidden_states
-    stack.callback(_restore, mlp, own)
-
-
-def _restore(module: nn.Module, own: Any) -> None:
-    """Give a module back the `forward` that it had of its own, if any."""
-    del module.forward
-    if own is not None:
-        module.forward = own
+    stack.enter_context(override(mlp, "forward", lambda hidden_states: hidden_states))
 
 
 def _watch_stream(stack: ExitStack, block: nn.Module, seen: dict[int, Seen], index: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from linearize.convert.attention_spec import find_layers
 from linearize.convert.mixers import Mixer
 from linearize.convert.surgery import student_mixers
+from linearize.distill.override import override
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -38,16 +39,14 @@ def compiled(student: PreTrainedModel | None, wanted: bool = True) -> Iterator[N
     if student is None or not wanted:
         yield
         return
-    parts = list(_parts(student))
-    for module, method in parts:
-        module.__dict__[method] = torch.compile(getattr(module, method))
     before, _functions = _functions, {}
     try:
-        yield
+        with ExitStack() as stack:
+            for module, method in _parts(student):
+                stack.enter_context(override(module, method, torch.compile(getattr(module, method))))
+            yield
     finally:
         _functions = before
-        for module, method in parts:
-            del module.__dict__[method]
         torch.compiler.reset()
 
 

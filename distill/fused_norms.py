@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from linearize.distill.override import override
 
 _SAMPLES = 16
 _TOLERANCE = 4
@@ -29,13 +31,10 @@ def fused_norms(model: nn.Module, on: str = "cuda") -> Iterator[int]:
     """
     chosen = [module for module in model.modules() if _is_norm(module) and module.weight.device.type == on]
     chosen = [module for module in chosen if agrees(module)]
-    for module in chosen:
-        module.forward = fused(module)
-    try:
-        yield len(chosen)
-    finally:
+    with ExitStack() as stack:
         for module in chosen:
-            del module.forward
+            stack.enter_context(override(module, "forward", fused(module)))
+        yield len(chosen)
 
 
 @torch.no_grad()
