@@ -21,13 +21,14 @@ class Tiles:
     warps: int
 
 
-def tiles(rows: int, width: int, columns: int, *, summed: bool = False) -> Tiles:
+def tiles(rows: int, width: int, columns: int, *, summed: bool = False, share: int = 1) -> Tiles:
     """Tiles of `rows` rows that are `width` (a power of two) wide, for each of `columns` heads or column blocks.
 
     A program takes one tile, or several where it has sums over rows to keep (`summed`). How many depends on the shape
-    alone, so that the sums over programs' sums come out the same on every GPU.
+    alone, so that the sums over programs' sums come out the same on every GPU. A kernel that holds much per element takes
+    a `share`-th of the usual tile, or its registers spill.
     """
-    tall = max(1, min(_ELEMENTS // width, 64))
+    tall = max(1, min(_ELEMENTS // share // width, 64))
     total = -(-rows // tall)
     programs = max(1, min(total, _PROGRAMS // columns)) if summed else total
     warps = 4 if width <= _ELEMENTS else min(32, 4 * width // _ELEMENTS)

@@ -159,12 +159,12 @@ def _backward(
 
 
 def _settings(
-    a: Tensor, b: Tensor, k: Tensor, a_bias: Tensor | None, b_bias: Tensor | None, silu: bool, summed: bool
+    a: Tensor, b: Tensor, k: Tensor, a_bias: Tensor | None, b_bias: Tensor | None, silu: bool, **tiling: Any
 ) -> tuple[Tiles, list[int], dict[str, Any]]:
     """The tiles, strides and options that a kernel is launched with."""
     R, H, K = k.shape
     block = triton.next_power_of_2(K)
-    split = tiles(R, block, H, summed=summed)
+    split = tiles(R, block, H, **tiling)
     strides = [t.stride(axis) for t in (a, b, k) for axis in (0, 1)]
     options = {"H": H, "K": K, "A_BIAS": a_bias is not None, "B_BIAS": b_bias is not None, "SILU": silu}
     options |= {"ROWS": split.rows, "BLOCK": block, "num_warps": split.warps}
@@ -176,7 +176,7 @@ def ddts_forward(
 ) -> tuple[Tensor, Tensor]:
     """Log decay and gated key [R,H,K] of a, b, k [R,H,K] and biases [H,K] in float32."""
     decay, key = k.new_empty(k.shape, dtype=torch.float32), k.new_empty(k.shape)
-    split, strides, options = _settings(a, b, k, a_bias, b_bias, silu, summed=False)
+    split, strides, options = _settings(a, b, k, a_bias, b_bias, silu)
     _forward[split.programs, k.shape[1]](
         a,
         b,
@@ -208,7 +208,7 @@ def ddts_backward(
     da, db, dk = (x.new_empty(x.shape) for x in (a, b, k))
     R, H, K = k.shape
     biased = a_bias is not None or b_bias is not None
-    split, strides, options = _settings(a, b, k, a_bias, b_bias, silu, summed=biased)
+    split, strides, options = _settings(a, b, k, a_bias, b_bias, silu, summed=biased, share=2 if silu else 1)
     sums = k.new_empty(split.programs if biased else 0, 2, H, K, dtype=torch.float32)
     biases = (ddecay if a_bias is None else a_bias, ddecay if b_bias is None else b_bias)
     inputs, outputs = (a, b, k, *biases, ddecay, dkey), (da, db, dk, sums)

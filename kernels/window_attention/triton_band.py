@@ -45,10 +45,11 @@ def band_launch(width: int, itemsize: int, window: int, kernel: str) -> Launch:
         return Launch(32, 32, 4, 1)
     if width > 128:
         return Launch(32, 32, 4, 1) if fitting.little_shared_memory() else Launch(64, 64, 8, 1)
-    if kernel == "keys" and window >= 512:  # narrow windows would waste most of a long block's products
+    # Narrow windows would waste most of a long block's products.
+    if kernel == "keys" and window >= 512:
         return Launch(64, 128, 8, 2)
     if kernel == "forward":
-        return Launch(128, 64, 4 if width <= 64 else 8, 2)
+        return Launch(64, 32, 4, 2) if window < 512 else Launch(128, 64, 4 if width <= 64 else 8, 2)
     return Launch(64, 64, 4, 2)
 
 

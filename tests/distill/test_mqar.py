@@ -80,7 +80,7 @@ def test_a_window_is_set_where_a_mixer_has_one_and_the_plan_is_silent() -> None:
     window = small_model("swa", TASK, Training(width=32))
     assert [m.mixers[0].options.window for m in (pure, beside, window)] == [0, 5, 64]
     pair, plan = (small_model(to, TASK, Training(width=32)) for to in ("rat", "rat:0,softmax:1"))
-    assert pair.mixers[1].options.chunk == plan.mixers[0].options.chunk == 2 and pair.mixers[0].options.window == 0
+    assert pair.mixers[1].options.chunk == plan.mixers[0].options.chunk == 4 and pair.mixers[0].options.window == 0
     with pytest.raises(ConversionError, match="no mixer"):
         small_model("gal", TASK, Training(width=32))
 

@@ -75,4 +75,4 @@ def test_mqar_outcomes_are_kept_as_they_are_made(tmp_path: Path, monkeypatch: py
 def test_mqar_in_several_processes_is_the_same(tmp_path: Path) -> None:
     one, two = (mqar_bench.bench_mqar(["gla", "rat"], TASK, TRAINING, "cpu", tmp_path / f"{n}.json", n) for n in (1, 2))
     assert [(o.mixer, o.accuracy, o.loss) for o in two] == [(o.mixer, o.accuracy, pytest.approx(o.loss)) for o in one]
-    assert mqar_table(two).count("| rat, chunk 2 |") == 1
+    assert mqar_table(two).count("| rat, chunk 4 |") == 1
