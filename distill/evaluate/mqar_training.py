@@ -26,6 +26,7 @@ RECALL: dict[str, dict[str, Any]] = {
     "rat": {"chunk": 4},  # of pairs that share a summary only a few can be told apart
     "retnet": {"rope": False},  # a key is to match whatever its distance
     "gated-retention": {"rope": False},
+    "rodimus-block": {"half_life": 128, "spread": 8},  # about as its released models begin
 }
 """Options with which a mixer can recall, where its defaults, which are for conversions, do not."""
 
