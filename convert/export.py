@@ -23,6 +23,7 @@ from linearize.convert.checkpoint import (
     write_tensors,
 )
 from linearize.convert.errors import ConversionError
+from linearize.convert.model import PACKAGE_VERSION
 
 RECORD = "linearize.json"
 PARITY = "linearize_parity.safetensors"
@@ -160,6 +161,7 @@ def file_digest(file: Path) -> str:
 def _write_config(student: PreTrainedModel, folder: Path) -> None:
     config = student.config.to_dict()
     config.pop("_attn_implementation_internal", None)
+    config["linearize"] |= {"version": PACKAGE_VERSION, "layers": student.config.plan.with_defaults().to_config()}
     config["dtype"] = str(student.dtype).removeprefix("torch.")
     module = SHIM.removesuffix(".py")
     config["auto_map"] = {

@@ -25,8 +25,8 @@ from linearize.convert.mixers import MIXERS, Mixer
 from linearize.convert.plan import LayerPlan, Plan, channel_mixer_class, mixer_class
 
 MODEL_TYPE = "linearized"
-PACKAGE_VERSION = 1
-"""Version of the `linearize` field; a reader refuses what is newer."""
+PACKAGE_VERSION = 2
+"""Version of the `linearize` field; a reader refuses what is newer. An exported student names every option since 2."""
 
 
 class LinearizedConfig(PreTrainedConfig):
@@ -52,7 +52,18 @@ class _StudentConfigMixin:
     @property
     def plan(self) -> Plan:
         assert self.linearize is not None
-        return Plan.from_config(self.linearize["layers"])
+        layers = self.linearize["layers"]
+        return Plan.from_config([_of_version_1(layer) for layer in layers] if self.linearize["version"] < 2 else layers)
+
+
+def _of_version_1(layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer that names only the options that were given, with defaults that have changed since: SiLU in `rodimus`."""
+    options, without = layer["options"], {"silu": False}
+    if layer["mixer"] in ("rodimus", "rodimus++"):
+        options = {**without, **options}
+    elif layer["mixer"] == "head-hybrid" and options.get("mixer", "rodimus") == "rodimus":
+        options = {**options, "options": {**without, **options.get("options", {})}}
+    return {**layer, "options": options}
 
 
 class Linearized:

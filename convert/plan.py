@@ -44,6 +44,16 @@ class LayerPlan:
         ffn = {} if self.ffn is None else {"ffn": self.ffn, "ffn_options": self.ffn_options}
         return {"mixer": self.mixer, "options": self.options, **ffn}
 
+    def with_defaults(self) -> LayerPlan:
+        """The layer with every option."""
+        options = {} if self.kept else mixer_class(self.mixer).Options(**self.options).every()
+        ffn = (
+            {}
+            if self.ffn is None
+            else channel_mixer_class(self.ffn).Options(**self.ffn_options).model_dump(mode="json")
+        )
+        return LayerPlan(self.mixer, options, self.ffn, ffn)
+
     def __str__(self) -> str:
         options = "".join(f" {name}={value}" for name, value in self.options.items())
         return f"{self.mixer}{options}" + (f" + {self.ffn}" if self.ffn else "")
@@ -62,6 +72,10 @@ class Plan:
     def to_config(self) -> list[dict[str, Any]]:
         """The form that stands in an exported config.json."""
         return [layer.to_config() for layer in self.layers]
+
+    def with_defaults(self) -> Plan:
+        """The plan with every option of every layer, so that it means the same when defaults change."""
+        return Plan(tuple(layer.with_defaults() for layer in self.layers))
 
     @classmethod
     def from_config(cls, layers: list[dict[str, Any]]) -> Plan:

@@ -30,6 +30,10 @@ class MixerOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    def every(self) -> dict[str, Any]:
+        """Every option as JSON, defaults too."""
+        return self.model_dump(mode="json")
+
 
 def register(mixer: type[Mixer]) -> type[Mixer]:
     """Class decorator: make a mixer available under its `name`."""

@@ -48,6 +48,9 @@ class HeadHybridOptions(MixerOptions):
         kind.Options(**self.options)
         return self
 
+    def every(self) -> dict[str, Any]:
+        return {**super().every(), "options": MIXERS[self.mixer].Options(**self.options).every()}
+
 
 class _HeadProjection(nn.Module):
     """Some heads of the owner's q, k or v in the place of a projection; it has no tensors of its own."""

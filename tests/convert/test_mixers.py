@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,8 @@ def test_a_reloaded_student_is_the_same_to_the_bit(name: str, options: dict[str,
     student = student_of(name, options)
     again = AutoModelForCausalLM.from_pretrained(export(student, tmp_path / "teacher", tmp_path / "student"))
     assert torch.equal(logits(again.eval(), tokens()), logits(student, tokens()))
+    written = [layer["options"] for layer in again.config.linearize["layers"]]
+    assert written == [mixer.options.every() for mixer in student.mixers]  # so that defaults may change
 
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.bfloat16).eval()
     for mixer in half.mixers:
@@ -191,6 +194,22 @@ def test_a_reloaded_student_is_the_same_to_the_bit(name: str, options: dict[str,
             assert {p.dtype for p in mixer.get_submodule(module).parameters()} <= {torch.float32}
     in_bfloat16 = logits(half, tokens())
     assert in_bfloat16.dtype == torch.bfloat16 and torch.isfinite(in_bfloat16).all()
+
+
+@pytest.mark.parametrize("to", ["rodimus", "head-hybrid"])
+def test_an_older_student_computes_what_it_did(to: str, tmp_path: Path) -> None:
+    """Format 1 names given options alone, and q and k of `rodimus` had no SiLU then."""
+    teacher = random_teacher("llama", num_hidden_layers=LAYERS)
+    teacher.save_pretrained(tmp_path / "teacher")
+    tiny_tokenizer(tmp_path / "teacher")
+    without: dict[str, Any] = {"silu": False} if to == "rodimus" else {"options": {"silu": False}}
+    student = student_of(to, without)
+    file = export(student, tmp_path / "teacher", tmp_path / "student") / "config.json"
+    config = json.loads(file.read_text())
+    config["linearize"] |= {"version": 1, "layers": [{"mixer": to, "options": {}}] * LAYERS}
+    file.write_text(json.dumps(config))
+    again = AutoModelForCausalLM.from_pretrained(file.parent).eval()
+    assert torch.equal(logits(again, tokens()), logits(student, tokens()))
 
 
 @in_every_family
