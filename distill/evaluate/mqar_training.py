@@ -139,10 +139,12 @@ def _for_recall(layer: LayerPlan, window: int) -> LayerPlan:
     options = {**RECALL.get(layer.mixer, {}), **layer.options}
     if "window" in options or "window" not in MIXERS[layer.mixer].Options.model_fields:
         return LayerPlan(layer.mixer, options)
-    with contextlib.suppress(ValidationError):
-        MIXERS[layer.mixer].Options(**options, window=window)
-        options["window"] = window
-    return LayerPlan(layer.mixer, options)
+    with_window = {**options, "window": window}
+    try:
+        MIXERS[layer.mixer].Options(**with_window)
+    except ValidationError:
+        return LayerPlan(layer.mixer, options)
+    return LayerPlan(layer.mixer, with_window)
 
 
 def train_on_mqar(to: str, task: Task, training: Training, device: str = "cpu") -> Outcome:
