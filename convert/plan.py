@@ -47,11 +47,7 @@ class LayerPlan:
     def with_defaults(self) -> LayerPlan:
         """The layer with every option."""
         options = {} if self.kept else mixer_class(self.mixer).Options(**self.options).every()
-        ffn = (
-            {}
-            if self.ffn is None
-            else channel_mixer_class(self.ffn).Options(**self.ffn_options).model_dump(mode="json")
-        )
+        ffn = channel_mixer_class(self.ffn).Options(**self.ffn_options).model_dump(mode="json") if self.ffn else {}
         return LayerPlan(self.mixer, options, self.ffn, ffn)
 
     def __str__(self) -> str:

@@ -27,6 +27,7 @@ def rows(machine: bench.Machine, repeats: int = 20) -> list[bench.Row]:
         # key (16 bits) move once each way, and the inputs once more backward.
         cases: list[tuple[str, float, float, list[Tensor], Callable[..., tuple[Tensor, Tensor]]]] = [
             ("DDTS gates", 12.0, 30.0, [a, b, k], ddts_gates),
+            ("DDTS gates, SiLU", 12.0, 30.0, [a, b, k], functools.partial(ddts_gates, activation="silu")),
             ("softplus gate", 10.0, 22.0, [a, A_log, bias], softplus_gate),
         ]
         for operation, forward, both, inputs, gate in cases:
