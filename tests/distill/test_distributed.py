@@ -33,13 +33,14 @@ def _train(folder: Path, stages: list[dict[str, Any]], loop: dict[str, Any], **o
         train_stage(folder / stage["kind"], stage, loop, num_hidden_layers=2, **options)
 
 
-def _assert_equal(a: Path, b: Path, tolerance: float = 1e-5) -> None:
+def _assert_equal(a: Path, b: Path, tolerance: float = 1e-5, rounded: float = 0.0) -> None:
+    """`rounded`: share of elements whose gradient may be all but rounding, of which AdamW makes a whole step."""
     (losses, tensors), (others, other_tensors) = results(a), results(b)
     assert others == pytest.approx(losses, rel=tolerance)
     assert len(set(losses)) == len(losses)
     for name, tensor in tensors.items():
         off = (other_tensors[name] - tensor).abs() > 10 * tolerance
-        assert off.float().mean() < 0.005, name  # AdamW makes a whole step of a gradient that is all but rounding
+        assert off.float().mean() <= rounded, name
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -76,7 +77,7 @@ def test_a_batch_that_does_not_divide_is_still_one_batch(tmp_path: Path) -> None
     stages, loop = [STAGES[0], STAGES[1]], {"steps": 2, "batch_size": 3}
     _train(tmp_path / "one", stages, loop)
     on_processes(2, "ddp", _train, tmp_path / "two", stages, loop)
-    _assert_equal(tmp_path / "one" / "transfer", tmp_path / "two" / "transfer")
+    _assert_equal(tmp_path / "one" / "transfer", tmp_path / "two" / "transfer", rounded=0.005)
     _assert_equal(tmp_path / "one" / "lora", tmp_path / "two" / "lora")
     lean = {**loop, "accumulation": 2, "gradient_checkpointing": True}
     for placement in PLACEMENTS:
